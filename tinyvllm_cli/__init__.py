@@ -1,0 +1,3 @@
+"""tinyvllm: Llama inference from checkpoint to text."""
+
+__version__ = "0.1.0"
