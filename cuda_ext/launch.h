@@ -1,0 +1,85 @@
+// Declarations of every kernel launcher. Plain C++: read by g++ (bindings.cpp) and nvcc (each .cu).
+//
+// Conventions. All pointers are device pointers, 16-byte aligned, row-major and contiguous unless a stride is given.
+// A launcher neither allocates nor synchronises. Input that a kernel does not support returns cudaErrorInvalidValue
+// before anything is launched; otherwise the launch's own error is returned. Dtype is that of activations and weights
+// (bf16 or fp16) unless a parameter says otherwise.
+//
+//   kv_cache     [num_blocks, num_kv_heads, 2 (K then V), block_size, head_dim], one layer
+//   block_table  int32 [max_num_seqs, table_stride]; entry [row, p / block_size] is the block of position p
+//   rows         int32 [num_seqs], the block-table row of each sequence; -1 is padding (produces no store, no token)
+//   slots        int32 [num_tokens], block * block_size + offset; -1 is padding (K and V are not stored)
+//   context_lens int32 [num_seqs], tokens in the cache including those of this step; 0 is padding (output is zero)
+//   rope_table   float [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines
+//   qkv          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows hold q heads, k heads, v heads
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace tinyvllm {
+
+enum class Dtype : int { kF32 = 0, kF16 = 1, kBF16 = 2 };
+
+// out[t, :] = weight[token_ids[t], :]; an id outside [0, vocab_size) gives a zero row.
+cudaError_t embedding(void* out, const void* weight, const int32_t* token_ids, int num_tokens, int hidden_size,
+                      int vocab_size, Dtype dtype, cudaStream_t stream);
+
+// out = x / sqrt(mean(x^2) + eps) * weight, per row.
+cudaError_t rms_norm(void* out, const void* x, const void* weight, int num_tokens, int hidden_size, float eps,
+                     Dtype dtype, cudaStream_t stream);
+
+// residual += x (rounded to dtype); out = rms_norm(residual).
+cudaError_t add_rms_norm(void* out, void* residual, const void* x, const void* weight, int num_tokens,
+                         int hidden_size, float eps, Dtype dtype, cudaStream_t stream);
+
+// Rotates q in place inside qkv (halves i and i + head_dim/2, the Hugging Face layout); writes rotated k and v to the cache.
+cudaError_t rope_store(void* qkv, void* kv_cache, const float* rope_table, const int32_t* positions,
+                       const int32_t* slots, int num_tokens, int num_heads, int num_kv_heads, int head_dim,
+                       int block_size, Dtype dtype, cudaStream_t stream);
+
+// out[t, i] = silu(gate_up[t, i]) * gate_up[t, intermediate_size + i].
+cudaError_t silu_mul(void* out, const void* gate_up, int num_tokens, int intermediate_size, Dtype dtype,
+                     cudaStream_t stream);
+
+// out[m, n] = sum_k x[m, k] * weight[n, k], 1 <= m <= 8. out_dtype is dtype or kF32.
+cudaError_t matvec(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
+                   Dtype dtype, Dtype out_dtype, cudaStream_t stream);
+
+// Start of a captured decode step, for each i < num_seqs with row = rows[i]: token_ids[i] = last_tokens[row];
+// p = next_positions[i]++; positions[i] = p; slots[i] = slot of p through block_table[row]; context_lens[i] = p + 1.
+// Padding (row -1): token 0, position 0, slot -1, context length 0, next_positions untouched.
+cudaError_t decode_inputs(int32_t* token_ids, int32_t* positions, int32_t* slots, int32_t* context_lens,
+                          int32_t* next_positions, const int32_t* last_tokens, const int32_t* rows,
+                          const int32_t* block_table, int table_stride, int block_size, int num_seqs,
+                          cudaStream_t stream);
+
+// One query token per sequence. q: rows of q_stride elements, the first num_heads * head_dim are used.
+// out [num_seqs, num_heads * head_dim]. workspace: float [num_seqs * num_heads * num_splits * (head_dim + 2)], then
+// int32 counters [num_seqs * num_kv_heads], zero before the first launch and left zero by each.
+cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const void* kv_cache,
+                             const int32_t* block_table, int table_stride, const int32_t* rows,
+                             const int32_t* context_lens, float* workspace, int32_t* counters, int num_seqs,
+                             int num_heads, int num_kv_heads, int head_dim, int block_size, int num_splits,
+                             float scale, Dtype dtype, cudaStream_t stream);
+
+// Chunks of queries with history. Sequence s owns query rows query_start[s] to query_start[s + 1]; its last query has
+// position context_lens[s] - 1. A query at position p attends to positions 0..p. max_query_len: the longest chunk.
+cudaError_t attention_prefill(void* out, const void* q, int64_t q_stride, const void* kv_cache,
+                              const int32_t* block_table, int table_stride, const int32_t* rows,
+                              const int32_t* query_start, const int32_t* context_lens, int num_seqs,
+                              int max_query_len, int num_heads, int num_kv_heads, int head_dim, int block_size,
+                              float scale, Dtype dtype, cudaStream_t stream);
+
+// One token per row of logits (float [num_rows, vocab_size]). rows[i] selects the parameters: temperature (0: argmax,
+// lowest index wins ties), top_k (0: off), top_p (1: off), min_p (0: off), seed. The draw of a row depends on its seed
+// and positions[i] only (Philox4x32-10, key = seed, counter = position). Writes sampled[i] and last_tokens[rows[i]].
+// workspace: float [num_rows * sample_workspace_floats()], counters int32 [num_rows], zero before and after.
+cudaError_t sample(int32_t* sampled, int32_t* last_tokens, const float* logits, const int32_t* rows,
+                   const int32_t* positions, const float* temperature, const int32_t* top_k, const float* top_p,
+                   const float* min_p, const int64_t* seeds, float* workspace, int32_t* counters, int num_rows,
+                   int vocab_size, cudaStream_t stream);
+int sample_workspace_floats();
+
+}  // namespace tinyvllm

@@ -1,0 +1,180 @@
+"""The op table: one schema and one Python function per operation, and the only user of `torch.ops.tinyvllm`.
+
+The dispatcher picks the implementation by device: `reference.py` on the CPU, the launchers of `cuda_ext/` on CUDA once the
+extension is loaded. A CUDA tensor without the extension raises; nothing falls back silently. Every op writes into tensors
+that the caller owns, so that a captured CUDA graph finds them again. Letters in shapes: T tokens, S sequences, R sampled
+rows, H hidden size, I intermediate size, V vocabulary, D head_dim, Q query heads, K key/value heads, N out features,
+B blocks. Index tensors are int32 and use -1 for padding. A failed check raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCHEMAS = {
+    "embedding": "(Tensor(a!) out, Tensor weight, Tensor token_ids) -> ()",
+    "rms_norm": "(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
+    "add_rms_norm": "(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()",
+    "rope_store": "(Tensor(a!) qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor positions, Tensor slots) -> ()",
+    "silu_mul": "(Tensor(a!) out, Tensor gate_up) -> ()",
+    "matvec": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
+    "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) context_lens, "
+    "Tensor(e!) next_positions, Tensor last_tokens, Tensor rows, Tensor block_table, int block_size) -> ()",
+    "attention_decode": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
+    "Tensor context_lens, Tensor(b!) workspace, Tensor(c!) counters, int num_splits, float scale) -> ()",
+    "attention_prefill": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
+    "Tensor query_start, Tensor context_lens, int max_query_len, float scale) -> ()",
+    "sample": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor logits, Tensor rows, Tensor positions, "
+    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor(c!) workspace, "
+    "Tensor(d!) counters) -> ()",
+}
+
+_library = torch.library.Library("tinyvllm", "DEF")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema)
+_ops = torch.ops.tinyvllm
+
+MATVEC_MAX_ROWS = 8
+"""Up to so many rows `linear` streams the weights by the `matvec` kernel; above, the GEMM is cuBLAS'."""
+
+
+def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
+    """out[t] = weight[token_ids[t]]. out [T, H], weight [V, H], token_ids int32 [T]; an id outside 0..V-1 gives zeros."""
+    _ops.embedding(out, weight, token_ids)
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight by rows, fp32 inside. out, x [T, H], weight [H] (Zhang, Sennrich 2019)."""
+    _ops.rms_norm(out, x, weight, eps)
+
+
+def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """residual += x, rounded to its dtype; out = rms_norm(residual). out, residual, x [T, H], weight [H]."""
+    _ops.add_rms_norm(out, residual, x, weight, eps)
+
+
+def rope_store(qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, positions: Tensor, slots: Tensor) -> None:
+    """Rotates q in place inside qkv and writes rotated k, and v, into their cache slots (RoFormer, Su et al. 2021).
+
+    qkv [T, (Q + 2K) * D]: q heads, k heads, v heads; the k and v parts of qkv are unspecified afterwards.
+    kv_cache [B, K, 2, block_size, D]; rope_table fp32 [max_position, D], cosines then sines; the rotation pairs elements
+    i and i + D/2 (Hugging Face layout). positions, slots int32 [T]; slot -1 stores nothing.
+    """
+    _ops.rope_store(qkv, kv_cache, rope_table, positions, slots)
+
+
+def silu_mul(out: Tensor, gate_up: Tensor) -> None:
+    """out = silu(gate) * up, fp32 inside. out [T, I], gate_up [T, 2I]: gate, then up (SwiGLU, Shazeer 2020)."""
+    _ops.silu_mul(out, gate_up)
+
+
+def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out = x @ weight.T. x [T, in], weight [N, in], out [T, N] of x's dtype, or fp32 (logits)."""
+    if x.device.type == "cuda" and x.size(0) <= MATVEC_MAX_ROWS:
+        _ops.matvec(out, x, weight)
+    elif out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    elif x.device.type == "cuda":
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(x.to(out.dtype), weight.t().to(out.dtype), out=out)
+
+
+def decode_inputs(
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    next_positions: Tensor,
+    last_tokens: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> None:
+    """Makes the inputs of a decode step from the state on the device, and advances `next_positions`.
+
+    For each i with row = rows[i]: token_ids[i] = last_tokens[row]; p = next_positions[i]++; positions[i] = p;
+    slots[i] = block_table[row, p // block_size] * block_size + p % block_size; context_lens[i] = p + 1. Padding (row -1)
+    gives token 0, position 0, slot -1, context length 0. All int32; block_table [max_num_seqs, blocks per sequence],
+    last_tokens [max_num_seqs], the others [S].
+    """
+    _ops.decode_inputs(
+        token_ids, positions, slots, context_lens, next_positions, last_tokens, rows, block_table, block_size
+    )
+
+
+def attention_decode(
+    out: Tensor,
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    workspace: Tensor,
+    counters: Tensor,
+    num_splits: int,
+    scale: float,
+) -> None:
+    """Attention of one query token per sequence over its cached context (PagedAttention, Kwon et al. 2023).
+
+    out [S, Q * D]; q [S, Q * D], any row stride; kv_cache [B, K, 2, block_size, D]; block_table int32 [max_num_seqs, *];
+    rows, context_lens int32 [S], context length 0 gives a zero row. The context is split in num_splits parts whose
+    partial results are merged in a fixed order (Flash-Decoding). workspace fp32, at least S * Q * num_splits * (D + 2);
+    counters int32, at least S * K, zero before and after.
+    """
+    _ops.attention_decode(
+        out, q, kv_cache, block_table, rows, context_lens, workspace, counters, num_splits, scale
+    )
+
+
+def attention_prefill(
+    out: Tensor,
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> None:
+    """Causal attention of chunks of queries over their cached context, history included (FlashAttention-2, Dao 2023).
+
+    Sequence s owns query rows query_start[s] to query_start[s + 1] of q and out [T, Q * D]; its last query has position
+    context_lens[s] - 1, and a query at position p attends to positions 0 to p. rows, context_lens int32 [S],
+    query_start int32 [S + 1]; max_query_len is at least the longest chunk.
+    """
+    _ops.attention_prefill(
+        out, q, kv_cache, block_table, rows, query_start, context_lens, max_query_len, scale
+    )
+
+
+def sample(
+    sampled: Tensor,
+    last_tokens: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    workspace: Tensor,
+    counters: Tensor,
+) -> None:
+    """Draws one token per row of logits: sampled[i] and last_tokens[rows[i]].
+
+    logits fp32 [R, V]; rows, positions, sampled int32 [R]; temperature, top_p, min_p fp32, top_k int32 and seeds int64
+    [max_num_seqs], all indexed by rows[i]. Temperature 0 takes the largest logit, the lowest index among equals. Else
+    probabilities are softmax(logits / temperature), kept by top_k (0: all), then min_p (a share of the largest, 0: off),
+    then top_p (the smallest set, by falling probability, that reaches top_p of what is left; 1: all), and the token is
+    the first, in vocabulary order, whose cumulative kept probability exceeds u times their sum. u = (x + 0.5) / 2^32,
+    x the first word of Philox4x32-10 (Salmon et al. 2011) with key = seed (low word, high word) and counter =
+    (positions[i], 0, 0, 0): a draw depends on the row's seed and position only. Row -1 is padding. workspace and
+    counters as in `launch.h`; unused on the CPU.
+    """
+    _ops.sample(
+        sampled, last_tokens, logits, rows, positions, temperature, top_k, top_p, min_p, seeds, workspace, counters
+    )
