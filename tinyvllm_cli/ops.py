@@ -123,9 +123,7 @@ def attention_decode(
     partial results are merged in a fixed order (Flash-Decoding). workspace fp32, at least S * Q * num_splits * (D + 2);
     counters int32, at least S * K, zero before and after.
     """
-    _ops.attention_decode(
-        out, q, kv_cache, block_table, rows, context_lens, workspace, counters, num_splits, scale
-    )
+    _ops.attention_decode(out, q, kv_cache, block_table, rows, context_lens, workspace, counters, num_splits, scale)
 
 
 def attention_prefill(
@@ -145,9 +143,7 @@ def attention_prefill(
     context_lens[s] - 1, and a query at position p attends to positions 0 to p. rows, context_lens int32 [S],
     query_start int32 [S + 1]; max_query_len is at least the longest chunk.
     """
-    _ops.attention_prefill(
-        out, q, kv_cache, block_table, rows, query_start, context_lens, max_query_len, scale
-    )
+    _ops.attention_prefill(out, q, kv_cache, block_table, rows, query_start, context_lens, max_query_len, scale)
 
 
 def sample(
