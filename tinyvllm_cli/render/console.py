@@ -1,0 +1,154 @@
+"""The one output sink: data on stdout, everything else on stderr, in the modes human, json and quiet."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+    from tinyvllm_cli.errors import UserError
+
+Mode = Literal["human", "json", "quiet"]
+
+_BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+_CLEAR_LINE = "\r\x1b[2K"
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """`text` with control characters and lone surrogates as escapes (\\x1b, \\ud800), but those in `keep` as they are.
+
+    Names and model output can then neither move the cursor nor break an encoder.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char in keep or not _is_control(char) else char.encode("unicode_escape").decode("ascii") for char in text
+    )
+
+
+def _is_control(char: str) -> bool:
+    code = ord(char)
+    bidi = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+    return code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or bidi
+
+
+def one_line(text: str, limit: int = 0) -> str:
+    """`text` on one line, without control characters; cut to `limit` characters when that is not 0."""
+    line = printable(text, keep="")
+    return line if not limit or len(line) <= limit else line[: max(limit - 1, 0)] + "…"
+
+
+def dump_json(value: Any) -> str:
+    """One line of strict JSON (no NaN), with characters beyond ASCII as they are unless UTF-8 cannot carry them."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode("utf-8")
+    except UnicodeEncodeError:
+        line = json.dumps(value, allow_nan=False)
+    return line
+
+
+class Console:
+    """Where a command's output goes.
+
+    Args:
+        mode: "human" shows everything; "json" has JSON on stdout and the same notes on stderr; "quiet" leaves only data
+            and errors.
+        out: the data stream. Bytes written to it are UTF-8 whatever the locale says.
+        err: the stream of notes, warnings, progress and errors.
+    """
+
+    def __init__(self, mode: Mode = "human", *, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self.mode = mode
+        self._out = sys.stdout if out is None else out
+        self._err = sys.stderr if err is None else err
+        for stream in (self._out, self._err):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        self.out_is_terminal = self._out.isatty()
+        self.err_is_terminal = self._err.isatty() and os.environ.get("TERM") != "dumb"
+        self._color = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._status = ""
+
+    # Data
+
+    def write(self, text: str) -> None:
+        """Writes `text` to stdout at once; on a terminal control characters are shown as escapes."""
+        self._hide_status()
+        self._out.write(printable(text) if self.out_is_terminal else text)
+        self._out.flush()
+
+    def json(self, value: Any) -> None:
+        """Writes `value` as one line of JSON to stdout."""
+        self._hide_status()
+        self._out.write(dump_json(value) + "\n")
+        self._out.flush()
+
+    def heading(self, text: str) -> None:
+        """Writes a heading line to stdout, bold on a terminal."""
+        self._hide_status()
+        bold = self.out_is_terminal and self._color
+        line = printable(text, keep="")
+        self._out.write(f"{_BOLD}{line}{_RESET}\n" if bold else line + "\n")
+        self._out.flush()
+
+    def rich(self) -> RichConsole:
+        """A Rich console on stdout for tables; markup, emoji codes and highlighting of data are off."""
+        from rich.console import Console as RichConsole
+
+        self._hide_status()
+        return RichConsole(file=self._out, markup=False, emoji=False, highlight=False, soft_wrap=False)
+
+    # Everything else
+
+    def note(self, text: str) -> None:
+        """A line on stderr for people; nothing in quiet mode."""
+        if self.mode != "quiet":
+            self._say(printable(text), _DIM)
+
+    def warn(self, text: str) -> None:
+        """A warning on stderr; nothing in quiet mode."""
+        if self.mode != "quiet":
+            self._say(f"warning: {printable(text)}", _YELLOW)
+
+    def error(self, error: UserError | str) -> None:
+        """An error on stderr, in every mode: where and what, then in a second line what to do."""
+        self._say(f"error: {printable(str(error))}", _RED)
+
+    def status(self, text: str) -> None:
+        """Shows one line of progress at the bottom of the terminal, in place of the last; "" removes it.
+
+        Nothing is shown when stderr is no terminal, in quiet mode, or while half a line stands on a terminal's stdout.
+        """
+        if not self.err_is_terminal or self.mode == "quiet":
+            return
+        width = _terminal_width(self._err)
+        self._hide_status()
+        self._status = one_line(text, width - 1)
+        if self._status:
+            self._err.write(f"{_DIM}{self._status}{_RESET}" if self._color else self._status)
+            self._err.flush()
+
+    def _hide_status(self) -> None:
+        if self._status:
+            self._err.write(_CLEAR_LINE)
+            self._err.flush()
+            self._status = ""
+
+    def _say(self, text: str, style: str) -> None:
+        self._hide_status()
+        colored = self.err_is_terminal and self._color
+        self._err.write(f"{style}{text}{_RESET}\n" if colored else text + "\n")
+        self._err.flush()
+
+
+def _terminal_width(stream: TextIO) -> int:
+    """Columns of the terminal behind `stream`, 80 when it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
