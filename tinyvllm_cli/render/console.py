@@ -25,15 +25,16 @@ def printable(text: str, keep: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char in keep or not _is_control(char) else char.encode("unicode_escape").decode("ascii") for char in text
-    )
+    return "".join(char if char in keep or not _is_control(ord(char)) else _escape(char) for char in text)
 
 
-def _is_control(char: str) -> bool:
-    code = ord(char)
+def _is_control(code: int) -> bool:
     bidi = 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
     return code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or bidi
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 def one_line(text: str, limit: int = 0) -> str:
