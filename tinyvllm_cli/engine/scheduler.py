@@ -1,0 +1,288 @@
+"""Scheduler: decides which sequences run which tokens in the next step, and in which cache blocks.
+
+It plans ahead: `schedule` may be called again before the tokens of earlier plans are known, since a decode takes its
+token on the device. A sequence is in one of these places:
+
+    waiting    no row, no blocks; in order of arrival, preempted sequences included
+    running    a row, and blocks for all its launched tokens; first it is prefilled (in chunks), then it decodes
+    retired    its last step (by max_tokens or max_model_len) is launched; no row, no blocks, only tokens are awaited
+    finished   it may still be part of launched steps, whose tokens for it are discarded
+
+Running sequences always arrived before waiting ones. The oldest is never preempted for a younger one, and `add` refuses
+what could not run alone: so every step brings the oldest forward, and everything ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tinyvllm_cli.engine.blocks import BlockPool, Int32Array
+from tinyvllm_cli.engine.sequence import Event, FinishEvent, FinishReason, Sequence, Status, TokenEvent
+from tinyvllm_cli.engine.step_plan import FROM_DEVICE, StepPlan
+from tinyvllm_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.memory.plan import Limits
+
+
+class _Launched(NamedTuple):
+    """A plan whose tokens are not known yet: who gets them, and whom they bring to max_outputs."""
+
+    plan: StepPlan
+    sampled: list[Sequence]
+    ended: list[Sequence]
+
+
+class Scheduler:
+    """Continuous batching over `limits.max_num_seqs` rows, `limits.max_batched_tokens` tokens a step and a BlockPool.
+
+    `limits.max_batched_tokens` must be at least `limits.max_num_seqs`, so that every running sequence can decode.
+    """
+
+    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # in order of arrival
+        self._launched: deque[_Launched] = deque()
+        rows = limits.max_num_seqs
+        self._free_rows = list(range(rows - 1, -1, -1))
+        # What is known of the sequence in each row; of a free row, nothing.
+        self._table = np.zeros((rows, limits.blocks_per_seq), dtype=np.int32)
+        self._num_blocks = np.zeros(rows, dtype=np.int32)
+        self._num_computed = np.zeros(rows, dtype=np.int32)  # tokens whose K and V were launched
+        self._max_tokens = np.zeros(rows, dtype=np.int32)  # prompt and outputs
+        # The decoding part of `_running`; replaced, never changed, because plans refer to it.
+        self._decoding: list[Sequence] = []
+        self._decode_rows = _frozen(np.zeros(0, dtype=np.int32))
+        self._decoding_changed = False
+        self._arange = _frozen(np.arange(rows + 1, dtype=np.int32))
+        self._from_device = _frozen(np.full(rows, FROM_DEVICE, dtype=np.int32))
+        self._no_updates = _frozen(np.zeros((0, 3), dtype=np.int32))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence at the end of the queue and sets its max_outputs; refuses what can never run."""
+        prompt, longest = len(sequence.prompt_token_ids), self.limits.max_model_len
+        if prompt == 0:
+            raise UserError("the prompt has no tokens", fix="Give at least one token.")
+        if prompt >= longest:
+            raise UserError(
+                f"the prompt has {prompt} tokens; with max_model_len {longest} it may have at most {longest - 1}",
+                fix="Shorten the prompt, or raise --max-model-len.",
+            )
+        sequence.max_outputs = min(sequence.params.max_tokens, longest - prompt)
+        stored = prompt + sequence.max_outputs - 1  # K and V of the last token are never needed
+        needed, available = self.pool.blocks_for(stored), self.pool.num_blocks
+        if needed > available:
+            raise UserError(
+                f"a prompt of {prompt} tokens and up to {sequence.max_outputs} new ones need {needed} KV-cache blocks "
+                f"of {self.pool.block_size} tokens; {available} are available",
+                fix="Lower --max-tokens or --max-model-len, shorten the prompt, or give the KV cache more memory "
+                "(--kv-cache-memory, --memory-fraction).",
+            )
+        self._waiting.append(sequence)
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step as if all earlier ones were done; None when nothing can be launched now."""
+        decode_updates = self._extend_decodes()
+        budget = self.limits.max_batched_tokens - len(self._decoding)
+        chunks: list[tuple[Sequence, int]] = []  # sequences in prefill, tokens of each in this step
+        if len(self._decoding) < len(self._running):
+            for sequence in self._running:
+                if sequence.prefix is not None and budget:
+                    chunks.append((sequence, self._chunk(sequence, budget)))
+                    budget -= chunks[-1][1]
+        admitted: list[Sequence] = []
+        while budget and self._can_admit():
+            sequence = self._waiting.popleft()
+            self._admit(sequence)
+            admitted.append(sequence)
+            chunks.append((sequence, self._chunk(sequence, budget)))
+            budget -= chunks[-1][1]
+        if not self._decoding and not chunks:
+            return None
+
+        plan, sampled = self._plan(chunks, admitted, decode_updates)
+        self._num_computed[plan.rows] = plan.context_lens
+        for sequence, _ in chunks:
+            if sequence.prefix is not None and len(sequence.prefix) == self._num_computed[sequence.row]:
+                sequence.prefix = None  # from now on it decodes
+                self._decoding_changed = True
+        # A sample at position p makes p + 1 tokens. (Whoever does not sample yet is further from its end.)
+        ended = [
+            sampled[i]
+            for i in np.flatnonzero(plan.sample_positions + 1 >= self._max_tokens[plan.rows[plan.sample_seqs]])
+        ]
+        for sequence in ended:
+            self._leave_row(sequence)
+        self._launched.append(_Launched(plan, sampled, ended))
+        self.num_steps += 1
+        return plan
+
+    def update(self, plan: StepPlan, tokens: Int32Array) -> list[Event]:
+        """Takes the tokens, int32 [R], of the oldest plan whose tokens are not known yet."""
+        launched = self._launched.popleft()
+        if launched.plan is not plan or len(tokens) != len(launched.sampled):
+            raise RuntimeError(f"tokens of step {plan.step} are not what is awaited for step {launched.plan.step}")
+        events: list[Event] = []
+        for sequence, token in zip(launched.sampled, tokens.tolist(), strict=True):
+            if sequence.finish_reason is not None:
+                continue  # it finished while this step was on its way
+            sequence.output_token_ids.append(token)
+            if token in sequence.stop_ids:
+                events.append(self.finish(sequence, "stop"))
+            else:
+                events.append(TokenEvent(sequence.seq_id, token))
+        for sequence in launched.ended:
+            if sequence.finish_reason is None:
+                events.append(self.finish(sequence, "length"))
+        return events
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> FinishEvent:
+        """Ends an unfinished sequence, wherever it is; what is on its way for it will be discarded."""
+        if sequence.finish_reason is not None:
+            raise RuntimeError(f"sequence {sequence.seq_id} has already finished")
+        if sequence.row >= 0:
+            self._leave_row(sequence)
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        return FinishEvent(sequence.seq_id, reason, sequence)
+
+    def _extend_decodes(self) -> Int32Array:
+        """Gives a block to each decode that starts one, preempting if need be. Returns block updates, int32 [U, 3]."""
+        while True:
+            if self._decoding_changed:
+                self._decoding = [s for s in self._running if s.prefix is None]
+                self._decode_rows = _frozen(np.array([s.row for s in self._decoding], dtype=np.int32))
+                self._decoding_changed = False
+            columns = self._num_computed[self._decode_rows] // self.pool.block_size
+            starting = np.flatnonzero(columns == self._num_blocks[self._decode_rows])
+            if len(starting) <= self.pool.num_free:
+                break
+            self._preempt(self._running[-1])
+        if not len(starting):
+            return self._no_updates
+        rows, columns = self._decode_rows[starting], columns[starting]
+        blocks = self.pool.allocate(len(starting))
+        self._table[rows, columns] = blocks
+        self._num_blocks[rows] += 1
+        return np.stack((rows, columns, blocks), axis=1)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens of its prefill a sequence gets."""
+        assert sequence.prefix is not None
+        return min(budget, len(sequence.prefix) - int(self._num_computed[sequence.row]))
+
+    def _can_admit(self) -> bool:
+        """Whether the first waiting sequence can start; nobody overtakes it."""
+        if not self._waiting or not self._free_rows:
+            return False
+        first = self._waiting[0]
+        if len(first.output_token_ids) < first.num_launched:
+            return False  # preempted, and not all its tokens are known
+        return self.pool.blocks_for(first.num_tokens) <= self.pool.num_free
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Gives a sequence a row, and blocks for all its tokens known so far."""
+        sequence.prefix = np.array(sequence.prompt_token_ids + sequence.output_token_ids, dtype=np.int32)
+        blocks = self.pool.allocate(self.pool.blocks_for(len(sequence.prefix)))
+        sequence.row = row = self._free_rows.pop()
+        sequence.status = Status.RUNNING
+        self._table[row, : len(blocks)] = blocks
+        self._num_blocks[row] = len(blocks)
+        self._num_computed[row] = 0
+        self._max_tokens[row] = len(sequence.prompt_token_ids) + sequence.max_outputs
+        self._running.append(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes row and blocks back; the sequence starts again, from all its tokens, when there is room for it."""
+        self._leave_row(sequence)
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        row = sequence.row
+        if sequence.prefix is None:  # each launched decode, and the end of the prefill, sampled one token
+            sequence.num_launched = int(self._num_computed[row]) + 1 - len(sequence.prompt_token_ids)
+            self._decoding_changed = True
+        self.pool.free(self._table[row, : self._num_blocks[row]])
+        self._free_rows.append(row)
+        self._running.remove(sequence)
+        sequence.row = -1
+        sequence.prefix = None
+
+    def _plan(
+        self, chunks: list[tuple[Sequence, int]], admitted: list[Sequence], decode_updates: Int32Array
+    ) -> tuple[StepPlan, list[Sequence]]:
+        """The plan of a step: all decodes, then `chunks`; and the sequences that sample, in the plan's order."""
+        num_decodes, sampled, rows = len(self._decoding), self._decoding, self._decode_rows
+        query_start = self._arange[: num_decodes + 1]
+        sample_seqs = sample_tokens = self._arange[:num_decodes]
+        token_ids, block_updates = self._from_device[:num_decodes], decode_updates
+        positions = self._num_computed[rows]
+        context_lens = sample_positions = positions + 1
+        token_rows = rows
+        if chunks:
+            rows = np.concatenate((rows, np.array([s.row for s, _ in chunks], dtype=np.int32)))
+            counts = np.array([1] * num_decodes + [count for _, count in chunks], dtype=np.int32)
+            query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(counts, out=query_start[1:])
+            starts = self._num_computed[rows]
+            context_lens = starts + counts
+            token_rows = np.repeat(rows, counts)
+            positions = np.arange(len(token_rows), dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+            ids = [token_ids]
+            reached = [True] * num_decodes
+            for (sequence, _), start, end in zip(chunks, starts[num_decodes:], context_lens[num_decodes:], strict=True):
+                assert sequence.prefix is not None
+                ids.append(sequence.prefix[start:end])
+                reached.append(len(sequence.prefix) == end)
+            token_ids = np.concatenate(ids)
+            sample_seqs = np.flatnonzero(reached).astype(np.int32)
+            sample_tokens = query_start[sample_seqs + 1] - 1
+            sample_positions = context_lens[sample_seqs]
+            sampled = self._decoding + [s for (s, _), r in zip(chunks, reached[num_decodes:], strict=True) if r]
+            block_updates = np.concatenate((decode_updates, *(self._row_blocks(s.row) for s in admitted)))
+        columns = positions // self.pool.block_size
+        offsets = positions - columns * self.pool.block_size
+        return StepPlan(
+            step=self.num_steps,
+            num_decodes=num_decodes,
+            rows=_frozen(rows),
+            query_start=_frozen(query_start),
+            context_lens=_frozen(context_lens),
+            token_ids=_frozen(token_ids),
+            positions=_frozen(positions),
+            slots=_frozen(self._table[token_rows, columns] * self.pool.block_size + offsets),
+            sample_seqs=_frozen(sample_seqs),
+            sample_tokens=_frozen(sample_tokens),
+            sample_positions=_frozen(sample_positions),
+            block_updates=_frozen(block_updates),
+            row_updates=tuple((s.row, s.params) for s in admitted),
+        ), sampled
+
+    def _row_blocks(self, row: int) -> Int32Array:
+        """All blocks of a row as block updates, int32 [U, 3]."""
+        blocks = self._table[row, : self._num_blocks[row]]
+        return np.stack((np.full_like(blocks, row), np.arange(len(blocks), dtype=np.int32), blocks), axis=1)
+
+
+def _frozen(array: Int32Array) -> Int32Array:
+    array.flags.writeable = False
+    return array

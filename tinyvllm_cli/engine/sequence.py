@@ -1,0 +1,122 @@
+"""What is asked of the engine (SamplingParams), what it is working on (Sequence), and what it tells (events)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from tinyvllm_cli.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+FinishReason = Literal["stop", "length", "abort"]
+"""stop: an end-of-sequence or stop token, or a stop string; length: max_tokens or max_model_len; abort: taken back."""
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one sequence are chosen. Values out of range raise UserError.
+
+    Attributes:
+        max_tokens: at most so many new tokens, at least 1; max_model_len may end the sequence earlier.
+        temperature: 0 takes the most probable token (greedy); above, logits are divided by it.
+        top_k: only the k most probable tokens; 0 keeps all.
+        top_p: only the smallest set of tokens that reaches this probability, 0 < top_p <= 1.
+        min_p: only tokens with at least this share of the largest probability, 0 <= min_p <= 1.
+        seed: with a token's position it decides the token's random draw, whatever runs beside it; 0 to 2^63 - 1.
+        ignore_eos: end-of-sequence tokens of the model do not stop the sequence; `stop_token_ids` still do.
+        stop_token_ids: further tokens that stop the sequence.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or a positive number")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"from 0 to {MAX_SEED}")
+        _require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids", self.stop_token_ids, "0 or more each")
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise UserError(f"{name} is {value}", fix=f"{name} must be {allowed}.")
+
+
+class Status(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """It has no row and no blocks: not yet admitted, or preempted."""
+    RUNNING = "running"
+    """It was admitted. Once its last step is launched it has no row any more, and only its tokens are awaited."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt and what was generated from it. Only the scheduler changes it.
+
+    Attributes:
+        seq_id: unique in its engine, in order of arrival.
+        prompt_token_ids: as given, at least one.
+        params: how its tokens are chosen.
+        stop_ids: tokens that finish it; such a token is the last of `output_token_ids`.
+        max_outputs: how many tokens it may generate, from max_tokens and max_model_len.
+        output_token_ids: the tokens that the host has seen.
+        status: see `Status`.
+        finish_reason: None until it is finished.
+        row: its row in the runner, -1 when it has none.
+        prefix: while it is prefilled, all its tokens at admission, int32 [prompt + outputs]; else None.
+        num_launched: output tokens that the device was asked for, seen or not; set when the row is given up.
+    """
+
+    seq_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_outputs: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    row: int = -1
+    prefix: npt.NDArray[np.int32] | None = None
+    num_launched: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known to the host: the prompt and the outputs seen."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+class TokenEvent(NamedTuple):
+    """A new token of the answer. A token that stops its sequence has no TokenEvent: its text is not shown."""
+
+    seq_id: int
+    token_id: int
+
+
+class FinishEvent(NamedTuple):
+    """A sequence has finished; it comes after the last TokenEvent of that sequence."""
+
+    seq_id: int
+    reason: FinishReason
+    sequence: Sequence
+
+
+Event = TokenEvent | FinishEvent
