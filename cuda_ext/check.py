@@ -1,8 +1,8 @@
 """Compiles the kernels without a GPU: `python -m cuda_ext.check`, behind `make kernels`.
 
 Every `.cu` is compiled for sm_80 and sm_90a with warnings as errors; what ptxas says about each kernel is printed as a
-table, and spilled registers or a stack frame fail the check. bindings.cpp is compiled for its syntax and warnings. What has not
-changed since the last run is taken from the build folder.
+table, and spilled registers or a stack frame fail the check. bindings.cpp is compiled for its syntax and warnings. What
+has not changed since the last run is taken from the build folder.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def demangled(names: Sequence[str]) -> dict[str, str]:
     """Readable kernel names: without return type, namespaces and parameters."""
     printed = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout
     plain = [line.replace("(anonymous namespace)::", "").replace("tinyvllm::", "") for line in printed.splitlines()]
-    return {name: re.sub(r"^void |\((?:[^()]|\([^()]*\))*\)$", "", line) for name, line in zip(names, plain, strict=True)}
+    short = [re.sub(r"^void |\((?:[^()]|\([^()]*\))*\)$", "", line) for line in plain]
+    return dict(zip(names, short, strict=True))
 
 
 def check(folder: Path) -> bool:
@@ -138,7 +139,7 @@ def check(folder: Path) -> bool:
         bindings = pool.submit(compile_bindings, toolkit, folder)
         jobs = [(source, arch) for source in cuda_sources() for arch in ARCHITECTURES]
         for (source, arch), (ok, printed) in zip(
-            jobs, pool.map(lambda job: compile_kernels(*job, toolkit, folder), jobs), strict=True
+            jobs, pool.map(lambda job: compile_kernels(job[0], job[1], toolkit, folder), jobs), strict=True
         ):
             if not ok:
                 good = False
@@ -161,8 +162,8 @@ def check(folder: Path) -> bool:
         )
     verdict = "all is well" if good else "FAILED"
     print(
-        f"{len(cuda_sources())} files for {' and '.join(ARCHITECTURES)} and bindings.cpp with nvcc {toolkit.release} in "
-        f"{time.monotonic() - start:.1f} s: {verdict}"
+        f"{len(cuda_sources())} files for {' and '.join(ARCHITECTURES)}, and bindings.cpp, with nvcc {toolkit.release} "
+        f"in {time.monotonic() - start:.1f} s: {verdict}"
     )
     return good
 

@@ -124,7 +124,7 @@ def find_toolkit() -> Toolkit:
         raise UserError("`nvcc --version` does not name a CUDA release", where=str(nvcc), fix=fix)
     home = Path(os.environ[variable]) if variable else _home_of(nvcc)
     if not (home / "include" / "cuda_runtime_api.h").is_file():
-        raise UserError("include/cuda_runtime_api.h, a header of the CUDA runtime, is missing", where=str(home), fix=fix)
+        raise UserError("include/cuda_runtime_api.h of the CUDA runtime is missing", where=str(home), fix=fix)
     return Toolkit(home, nvcc, release[1])
 
 
