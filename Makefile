@@ -27,7 +27,8 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet '$(TORCH)' --editable '.[dev]'
 	@touch $@
 
-test: lint kernels ## everything that CI runs: lint, the kernels' compilation, all tests
+test: lint ## everything that CI runs: lint, the kernels' compilation (where nvcc is), all tests
+	$(BIN)/python -m cuda_ext.check --allow-missing
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(READY) ## ruff (rules and format) and mypy
