@@ -69,10 +69,15 @@ def silu_mul(out: Tensor, gate_up: Tensor) -> None:
     _ops.silu_mul(out, gate_up)
 
 
+def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out = x @ weight.T for 1 to MATVEC_MAX_ROWS rows, fp32 inside. Shapes and dtypes as in `linear`."""
+    _ops.matvec(out, x, weight)
+
+
 def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """out = x @ weight.T. x [T, in], weight [N, in], out [T, N] of x's dtype, or fp32 (logits)."""
     if x.device.type == "cuda" and x.size(0) <= MATVEC_MAX_ROWS:
-        _ops.matvec(out, x, weight)
+        matvec(out, x, weight)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
     elif x.device.type == "cuda":

@@ -1,0 +1,234 @@
+"""LLM: a checkpoint made ready to run: weights on the device, memory planned, runner, scheduler and engine put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import tinyvllm_cli.reference  # noqa: F401  (registers the CPU implementations)
+from tinyvllm_cli.checkpoint.config import read_config
+from tinyvllm_cli.checkpoint.index import open_checkpoint
+from tinyvllm_cli.checkpoint.names import map_weights
+from tinyvllm_cli.checkpoint.weights import load_weights
+from tinyvllm_cli.engine.blocks import BlockPool
+from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.engine.scheduler import Scheduler
+from tinyvllm_cli.errors import UserError
+from tinyvllm_cli.memory.plan import KVPlan, Limits, kv_block_bytes, plan_buffers, plan_kv_cache
+from tinyvllm_cli.model.runner import ModelRunner
+from tinyvllm_cli.text.chat import ChatTemplate
+from tinyvllm_cli.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.checkpoint.config import ModelConfig
+    from tinyvllm_cli.checkpoint.weights import Weights
+
+Progress = Callable[[str], None]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CUDA_HEAD_DIMS = (64, 128)
+CUDA_RESERVE = 512 * 2**20
+"""Device memory left alone for CUDA graphs, cuBLAS workspaces and the allocator's own needs, in bytes."""
+CPU_KV_CACHE = 4 * 2**30
+"""The KV cache's memory on the CPU unless asked otherwise, in bytes; pages that no token reaches are never touched."""
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a Hugging Face folder.
+        device: "auto" takes CUDA when it is there and works, else the CPU; "cuda" and "cpu" insist.
+        dtype: "auto" is float32 on the CPU and the checkpoint's own on CUDA; or "float32", "bfloat16", "float16".
+        max_num_seqs: sequences that run at once; default 256 on CUDA, 32 on the CPU.
+        max_model_len: tokens of one sequence, prompt and output; default: what the model was made for.
+        max_batched_tokens: tokens of one step; longer prompts are prefilled in chunks; default 8192, on the CPU 1024.
+        block_size: tokens of one KV-cache block.
+        num_kv_blocks, kv_cache_memory: size of the KV cache in blocks or bytes; default: `memory_fraction` of the device's
+            memory less all else, on the CPU at most 4 GiB and half of what is free.
+        graphs: capture decode steps in CUDA graphs.
+        run_ahead: steps launched before the tokens of earlier ones are read; default 1 on CUDA, 0 on the CPU.
+        progress: told in words what is going on.
+
+    Attributes:
+        config, tokenizer, chat_template, engine, runner, device, dtype, limits, plan, kv_plan: what was made.
+        warnings: what the user should know, one sentence each.
+
+    Raises UserError for what cannot be run.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        max_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        memory_fraction: float = 0.9,
+        graphs: bool = True,
+        run_ahead: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.warnings: list[str] = []
+        say: Progress = progress or (lambda text: None)
+        config = read_config(model)
+        weight_map = map_weights(config, open_checkpoint(model))
+        self.warnings += weight_map.warnings
+        self.tokenizer = Tokenizer.from_folder(model)
+        self.chat_template = ChatTemplate.from_folder(model)
+        self._choose_device(device, config, dtype, say)
+        say("loading weights")
+        weights = load_weights(config, weight_map, dtype=DTYPES[self.dtype], device=self.device)
+        self._assemble(
+            config,
+            weights,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_batched_tokens=max_batched_tokens,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            kv_cache_memory=kv_cache_memory,
+            memory_fraction=memory_fraction,
+            graphs=graphs,
+            run_ahead=run_ahead,
+        )
+
+    def _choose_device(self, device: str, config: ModelConfig, dtype: str, say: Progress) -> None:
+        if device not in ("auto", "cpu", "cuda"):
+            raise UserError(f"unknown device {device!r}", where="--device", fix="Use auto, cpu or cuda.")
+        if dtype not in ("auto", *DTYPES):
+            raise UserError(f"unknown dtype {dtype!r}", where="--dtype", fix=f"Use auto, {', '.join(DTYPES)}.")
+        use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        if use_cuda:
+            try:
+                _check_cuda(config, dtype)
+                from cuda_ext.build import load_extension
+
+                load_extension(say)
+            except UserError as error:
+                if device == "cuda":
+                    raise
+                self.warnings.append(f"running on the CPU, because CUDA cannot be used: {error}")
+                use_cuda = False
+        self.device = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+        if dtype != "auto":
+            self.dtype = dtype
+        elif not use_cuda:
+            self.dtype = "float32"
+        else:
+            self.dtype = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
+            if self.dtype != config.dtype:
+                self.warnings.append(f"the checkpoint is {config.dtype}; on CUDA it runs in {self.dtype}")
+
+    def _assemble(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        max_num_seqs: int | None,
+        max_model_len: int | None,
+        max_batched_tokens: int | None,
+        block_size: int,
+        num_kv_blocks: int | None,
+        kv_cache_memory: int | None,
+        memory_fraction: float,
+        graphs: bool,
+        run_ahead: int | None,
+    ) -> None:
+        """Plans the memory and builds runner and engine around `weights`, which lie on `self.device`."""
+        cuda = self.device.type == "cuda"
+        self.config = config
+        self.limits = default_limits(config, cuda, max_num_seqs, max_model_len, max_batched_tokens, block_size)
+        self.plan = plan_buffers(config, self.limits, self.dtype)
+        if num_kv_blocks is not None:
+            kv_cache_memory = num_kv_blocks * kv_block_bytes(config, block_size, self.dtype)
+        elif kv_cache_memory is None:
+            kv_cache_memory = self._free_for_cache(memory_fraction)
+        self.kv_plan: KVPlan = plan_kv_cache(config, self.limits, self.dtype, kv_cache_memory)
+        try:
+            self.runner = ModelRunner(config, weights, self.limits, self.plan, self.kv_plan, graphs=graphs)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+                raise
+            raise UserError(
+                f"out of memory: {self.plan.total_bytes / 2**20:,.0f} MiB of buffers and "
+                f"{self.kv_plan.total_bytes / 2**20:,.0f} MiB of KV cache do not fit beside "
+                f"{weights.arena.nbytes / 2**20:,.0f} MiB of weights",
+                fix="Lower --kv-cache-memory, --memory-fraction, --max-batched-tokens or --max-num-seqs.",
+            ) from error
+        pool = BlockPool(self.kv_plan.num_blocks, block_size)
+        self.engine = Engine(
+            Scheduler(self.limits, pool),
+            self.runner,
+            run_ahead=(1 if cuda else 0) if run_ahead is None else run_ahead,
+            eos_token_ids=config.eos_token_ids,
+        )
+
+    def _free_for_cache(self, memory_fraction: float) -> int:
+        """Bytes that the KV cache may take, once weights are loaded and with the buffers still to come."""
+        if not 0 < memory_fraction <= 1:
+            raise UserError(
+                f"{memory_fraction} is out of range", where="--memory-fraction", fix="Give a number above 0, at most 1."
+            )
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return int(free - (1 - memory_fraction) * total) - self.plan.total_bytes - CUDA_RESERVE
+        return min(CPU_KV_CACHE, int(available_memory() * memory_fraction) // 2)
+
+
+def default_limits(
+    config: ModelConfig,
+    cuda: bool,
+    max_num_seqs: int | None = None,
+    max_model_len: int | None = None,
+    max_batched_tokens: int | None = None,
+    block_size: int = 16,
+) -> Limits:
+    """The limits asked for, completed by the defaults of the device; see `LLM`."""
+    longest = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise UserError(
+            f"{max_model_len} tokens are more than the {longest} that the model was made for",
+            where="--max-model-len",
+            fix=f"Give at most {longest} (max_position_embeddings in config.json).",
+        )
+    num_seqs = max_num_seqs if max_num_seqs is not None else (256 if cuda else 32)
+    if max_batched_tokens is None:
+        max_batched_tokens = max(8192 if cuda else 1024, num_seqs)
+    return Limits(num_seqs, max_batched_tokens, max_model_len if max_model_len is not None else longest, block_size)
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_cuda(config: ModelConfig, dtype: str) -> None:
+    """Refuses by name what the CUDA kernels cannot do."""
+    if not torch.cuda.is_available():
+        raise UserError(
+            "no CUDA device can be used: torch sees none",
+            where="--device cuda",
+            fix="Install a CUDA build of torch and a driver for it, or use --device cpu.",
+        )
+    if config.head_dim not in CUDA_HEAD_DIMS:
+        raise UserError(
+            f"head_dim {config.head_dim} is not supported by the CUDA kernels (64 and 128 are)", fix="Use --device cpu."
+        )
+    if dtype == "float32":
+        raise UserError("the CUDA kernels compute in bfloat16 or float16, not float32", where="--dtype")

@@ -1,0 +1,227 @@
+"""The memory plan: every buffer of a runner, its size formula, its lifetime, what it shares memory with, and the KV cache.
+
+One source of truth: `inspect` prints this plan and the runner allocates exactly it. Activation buffers live in one arena.
+Each is live during some intervals of a step's stages; two buffers share memory when they are never live together, which
+`plan_buffers` decides from the lifetimes, and a test verifies by poisoning whatever the plan calls dead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tinyvllm_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.checkpoint.config import ModelConfig
+
+STAGES = (
+    "embedding",
+    "attn_norm",
+    "qkv",
+    "rope_store",
+    "attention",
+    "o",
+    "mlp_norm",
+    "gate_up",
+    "silu_mul",
+    "down",
+    "final_norm",
+    "logits",
+    "sample",
+)
+"""The stages of a step in order; "attn_norm" to "down" are repeated for each layer."""
+
+ALIGNMENT = 256
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+SAMPLE_WORKSPACE_FLOATS = 4096
+"""Scratch of the sampling kernel for one row of logits."""
+DECODE_CTAS = 528
+"""Decode attention splits the contexts until about so many CTAs are at work: four for each of an H200's 132 SMs."""
+MAX_SPLITS = 64
+
+Interval = tuple[str, str]
+ALWAYS: tuple[Interval, ...] = ((STAGES[0], STAGES[-1]),)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a runner is sized for: sequences at once, tokens a step, tokens a sequence, tokens a KV block."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_model_len: int
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_batched_tokens", "max_model_len", "block_size"):
+            value = getattr(self, name)
+            if value < 1:
+                option = "--" + name.replace("_", "-")
+                raise UserError(f"{option} is {value}; it must be at least 1", where=option)
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"--max-batched-tokens {self.max_batched_tokens} is smaller than --max-num-seqs {self.max_num_seqs}",
+                fix="Each running sequence needs one token a step: raise the first or lower the second.",
+            )
+
+    @property
+    def blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One buffer: `shape` in elements of `dtype`, `offset` in the arena, `live` as closed intervals of stages."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    formula: str
+    role: str
+    live: tuple[Interval, ...]
+    offset: int = 0
+    alias_of: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        size = ITEMSIZE[self.dtype]
+        for dim in self.shape:
+            size *= dim
+        return size
+
+    def is_live(self, stage: str) -> bool:
+        at = STAGES.index(stage)
+        return any(STAGES.index(first) <= at <= STAGES.index(last) for first, last in self.live)
+
+    def is_needed_after(self, stage: str) -> bool:
+        """Whether what the buffer holds when `stage` ends is still read by a later stage."""
+        at = STAGES.index(stage)
+        return any(STAGES.index(first) <= at < STAGES.index(last) for first, last in self.live)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """All buffers with their places in one arena of `total_bytes`."""
+
+    buffers: tuple[Buffer, ...]
+    total_bytes: int
+
+    def __getitem__(self, name: str) -> Buffer:
+        return next(b for b in self.buffers if b.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """The KV cache: `num_blocks` blocks, each of `block_size` tokens for all layers, `block_bytes` long."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
+    """How many parts `attention_decode` splits each context in, so that small batches fill the card too."""
+    return max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
+
+
+def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
+    """Sizes every buffer of a runner and places it; `dtype` is that of activations ("bfloat16", "float16", "float32").
+
+    In the formulas T is max_batched_tokens, S max_num_seqs, H hidden_size, I intermediate_size, V vocab_size, D head_dim,
+    Q and K the numbers of query and key/value heads.
+    """
+    t, s, h = limits.max_batched_tokens, limits.max_num_seqs, config.hidden_size
+    q, k, d = config.num_heads, config.num_kv_heads, config.head_dim
+    i, v = config.intermediate_size, config.vocab_size
+    partials = max(n * q * decode_splits(n, k) for n in range(1, s + 1))
+    twice = (("attn_norm", "qkv"), ("mlp_norm", "gate_up"), ("final_norm", "logits"))
+    proj = (("attn_norm", "attn_norm"), ("o", "mlp_norm"), ("down", "final_norm"))
+    blocks, padded = limits.blocks_per_seq, _align(4 * s) // 4
+    buffers = (
+        Buffer("hidden", (t, h), dtype, "T x H", "residual stream", (("embedding", "final_norm"),)),
+        Buffer("normed", (t, h), dtype, "T x H", "RMSNorm output", twice),
+        Buffer("qkv", (t, (q + 2 * k) * d), dtype, "T x (Q + 2K) x D", "queries, keys, values", (("qkv", "attention"),)),
+        Buffer("attention", (t, q * d), dtype, "T x Q x D", "attention output", (("attention", "o"),)),
+        Buffer("projection", (t, h), dtype, "T x H", "output of o, then of down", proj),
+        Buffer("gate_up", (t, 2 * i), dtype, "T x 2I", "gate and up projections", (("gate_up", "silu_mul"),)),
+        Buffer("activation", (t, i), dtype, "T x I", "SiLU(gate) x up", (("silu_mul", "down"),)),
+        Buffer("sample_hidden", (s, h), dtype, "S x H", "rows that need logits", (("final_norm", "logits"),)),
+        Buffer("logits", (s, v), "float32", "S x V", "logits of the sampled rows", (("logits", "sample"),)),
+        Buffer("attention_partials", (partials, d + 2), "float32", "max over n of n x Q x splits(n) x (D + 2)",
+               "split-context partial results", (("attention", "attention"),)),
+        Buffer("sample_workspace", (s, SAMPLE_WORKSPACE_FLOATS), "float32", f"S x {SAMPLE_WORKSPACE_FLOATS}",
+               "partial results of sampling", (("sample", "sample"),)),
+        Buffer("attention_counters", (s, k), "int32", "S x K", "arrivals at a split context", ALWAYS),
+        Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
+        Buffer("step_inputs", (3 * t + 6 * s + 64,), "int32", "3T + 6S + 64",
+               "token ids, positions, slots, rows, lengths of a step", ALWAYS),
+        Buffer("decode_state", (8, padded), "int32", "8 x S, rows of 64", "rows, positions and tokens of a captured decode step", ALWAYS),
+        Buffer("sampling_params", (s, 6), "int32", "S x 6", "temperature, top-k, top-p, min-p, seed per row", ALWAYS),
+        Buffer("block_table", (s, blocks), "int32", "S x ceil(max_model_len / block_size)", "KV blocks of each row", ALWAYS),
+        Buffer("rope_table", (limits.max_model_len, d), "float32", "max_model_len x D", "cosines and sines", ALWAYS),
+    )  # fmt: skip
+    return _place(buffers)
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one KV block: layers x KV heads x (K and V) x block_size x head_dim x itemsize."""
+    return config.num_layers * config.num_kv_heads * 2 * block_size * config.head_dim * ITEMSIZE[dtype]
+
+
+def plan_kv_cache(config: ModelConfig, limits: Limits, dtype: str, memory_bytes: int) -> KVPlan:
+    """As many blocks as fit `memory_bytes`, but no more than max_num_seqs sequences of max_model_len can use.
+
+    Raises UserError when not even one block fits.
+    """
+    block_bytes = kv_block_bytes(config, limits.block_size, dtype)
+    num_blocks = min(max(memory_bytes, 0) // block_bytes, limits.max_num_seqs * limits.blocks_per_seq)
+    if num_blocks < 1:
+        raise UserError(
+            f"no memory for the KV cache: {_mib(memory_bytes)} MiB are left for it, and one block of "
+            f"{limits.block_size} tokens needs {_mib(block_bytes)} MiB",
+            fix="Lower --max-batched-tokens or --max-num-seqs, raise --memory-fraction or --kv-cache-memory, "
+            "or free memory on the device.",
+        )
+    return KVPlan(num_blocks, limits.block_size, block_bytes)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.2f}"
+
+
+def _meet(a: Buffer, b: Buffer) -> bool:
+    return any(a.is_live(stage) and b.is_live(stage) for stage in STAGES)
+
+
+def _place(buffers: tuple[Buffer, ...]) -> BufferPlan:
+    """First fit by falling size: each buffer takes the lowest offset that is free whenever it is live."""
+    placed: list[Buffer] = []
+    for buffer in sorted(buffers, key=lambda b: -b.nbytes):
+        offset = 0
+        for other in sorted((p for p in placed if _meet(p, buffer)), key=lambda p: p.offset):
+            if offset + buffer.nbytes <= other.offset:
+                break
+            offset = max(offset, _align(other.offset + other.nbytes))
+        placed.append(replace(buffer, offset=offset))
+    named = {p.name: p for p in placed}
+    result = []
+    for buffer in buffers:
+        p = named[buffer.name]
+        shares = tuple(
+            o.name for o in placed if o is not p and o.offset < p.offset + p.nbytes and p.offset < o.offset + o.nbytes
+        )
+        result.append(replace(p, alias_of=shares))
+    return BufferPlan(tuple(result), max(_align(p.offset + p.nbytes) for p in placed))
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,130 @@
+"""The Llama forward pass over flat tokens and a paged KV cache (Touvron et al. 2023; Llama 3 herd of models, 2024).
+
+Written as the paper has it: a residual stream, to which attention and a gated MLP each add, both behind an RMSNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tinyvllm_cli import ops
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.checkpoint.config import ModelConfig
+    from tinyvllm_cli.checkpoint.weights import Weights
+
+StageHook = Callable[[str, int], None]
+"""Called after each stage with its name (`memory.plan.STAGES`) and layer, -1 outside the layers: tests and profiles."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The device tensors of one step: S sequences (decodes first) and T tokens; index tensors are int32.
+
+    token_ids, positions, slots [T]; rows, context_lens [S]; query_start [S + 1], offsets of the sequences that do not
+    decode, relative to the first token after the decodes (so that entry num_decodes is 0); sample_tokens [R] indexes the
+    tokens whose logits are wanted, None when they are all of them.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor
+    context_lens: Tensor
+    query_start: Tensor
+    sample_tokens: Tensor | None
+    num_decodes: int
+    max_query_len: int
+
+
+class Llama:
+    """A Llama over preallocated buffers: `buffers` by the names of `memory.plan`, `kv_cache` [L, B, K, 2, block, D]."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, buffers: dict[str, Tensor], kv_cache: Tensor, block_table: Tensor
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.buffers = buffers
+        self.kv_cache = kv_cache
+        self.block_table = block_table
+        self.scale = config.head_dim**-0.5
+
+    def forward(self, batch: Batch, num_splits: int, hook: StageHook | None = None) -> Tensor:
+        """Runs one step: stores K and V of every token and returns the fp32 logits [R, V] of the sampled ones."""
+        c, w, b = self.config, self.weights, self.buffers
+        done: StageHook = hook or (lambda stage, layer: None)
+        num_tokens = batch.token_ids.size(0)
+        hidden, normed, qkv = b["hidden"][:num_tokens], b["normed"][:num_tokens], b["qkv"][:num_tokens]
+        attention, projection = b["attention"][:num_tokens], b["projection"][:num_tokens]
+        gate_up, activation = b["gate_up"][:num_tokens], b["activation"][:num_tokens]
+
+        ops.embedding(hidden, w.embed, batch.token_ids)
+        done("embedding", -1)
+        for i, layer in enumerate(w.layers):
+            if i == 0:
+                ops.rms_norm(normed, hidden, layer.attn_norm, c.rms_norm_eps)
+            else:
+                ops.add_rms_norm(normed, hidden, projection, layer.attn_norm, c.rms_norm_eps)
+            done("attn_norm", i)
+            ops.linear(qkv, normed, layer.qkv)
+            done("qkv", i)
+            ops.rope_store(qkv, self.kv_cache[i], b["rope_table"], batch.positions, batch.slots)
+            done("rope_store", i)
+            self.attend(attention, qkv, self.kv_cache[i], batch, num_splits)
+            done("attention", i)
+            ops.linear(projection, attention, layer.o)
+            done("o", i)
+            ops.add_rms_norm(normed, hidden, projection, layer.mlp_norm, c.rms_norm_eps)
+            done("mlp_norm", i)
+            ops.linear(gate_up, normed, layer.gate_up)
+            done("gate_up", i)
+            ops.silu_mul(activation, gate_up)
+            done("silu_mul", i)
+            ops.linear(projection, activation, layer.down)
+            done("down", i)
+        ops.add_rms_norm(normed, hidden, projection, w.final_norm, c.rms_norm_eps)
+        rows = normed
+        if batch.sample_tokens is not None:
+            rows = b["sample_hidden"][: batch.sample_tokens.size(0)]
+            torch.index_select(normed, 0, batch.sample_tokens, out=rows)
+        done("final_norm", -1)
+        logits = b["logits"][: rows.size(0)]
+        ops.linear(logits, rows, w.lm_head)
+        done("logits", -1)
+        return logits
+
+    def attend(self, out: Tensor, qkv: Tensor, kv_cache: Tensor, batch: Batch, num_splits: int) -> None:
+        """Decoding rows by `attention_decode`, the chunks behind them by `attention_prefill`."""
+        n = batch.num_decodes
+        q = qkv[:, : self.config.num_heads * self.config.head_dim]
+        if n:
+            ops.attention_decode(
+                out[:n],
+                q[:n],
+                kv_cache,
+                self.block_table,
+                batch.rows[:n],
+                batch.context_lens[:n],
+                self.buffers["attention_partials"],
+                self.buffers["attention_counters"],
+                num_splits,
+                self.scale,
+            )
+        if n < batch.rows.size(0):
+            ops.attention_prefill(
+                out[n:],
+                q[n:],
+                kv_cache,
+                self.block_table,
+                batch.rows[n:],
+                batch.query_start[n:],
+                batch.context_lens[n:],
+                batch.max_query_len,
+                self.scale,
+            )

@@ -1,0 +1,282 @@
+"""ModelRunner: turns a StepPlan into tensors, runs the model, samples, and hands the tokens back when asked.
+
+`launch` is asynchronous on CUDA: it copies what changed and starts the work on the runner's stream; `collect` waits for the
+oldest launched step. What a step needs from the one before (the last token of each row) never leaves the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinyvllm_cli import ops
+from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decode_splits
+from tinyvllm_cli.model.llama import Batch, Llama, StageHook
+from tinyvllm_cli.model.rope import rope_table
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.checkpoint.config import ModelConfig
+    from tinyvllm_cli.checkpoint.weights import Weights
+    from tinyvllm_cli.engine.sequence import SamplingParams
+    from tinyvllm_cli.engine.step_plan import StepPlan
+
+Int32Array = npt.NDArray[np.int32]
+BUCKETS = (*range(1, 9), 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Batch sizes that decode is captured for; a batch runs in the smallest one that holds it, padded with rows -1."""
+IN_FLIGHT = 4
+"""Steps that may be launched and not yet collected."""
+ALIGN = 4
+"""Packed int32 inputs start at multiples of so many elements (16 bytes)."""
+
+
+class ModelRunner:
+    """Runs StepPlans on one device.
+
+    Args:
+        config, weights: the model; weights decide device and activation dtype.
+        limits, plan, kv_plan: what `memory.plan` made of them; the runner allocates exactly that.
+        graphs: capture decode steps in CUDA graphs (CUDA only).
+        hook: called after each stage of an eager step.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        limits: Limits,
+        plan: BufferPlan,
+        kv_plan: KVPlan,
+        *,
+        graphs: bool = True,
+        hook: StageHook | None = None,
+    ) -> None:
+        self.config, self.limits, self.hook = config, limits, hook
+        self.device = weights.embed.device
+        self.cuda = self.device.type == "cuda"
+        self.graphs = graphs and self.cuda
+        self.arena = torch.empty(plan.total_bytes, dtype=torch.uint8, device=self.device)
+        self.buffers = {b.name: _view(self.arena, b.offset, b.shape, b.dtype) for b in plan.buffers}
+        self.kv_cache = torch.empty(
+            config.num_layers,
+            kv_plan.num_blocks,
+            config.num_kv_heads,
+            2,
+            kv_plan.block_size,
+            config.head_dim,
+            dtype=weights.embed.dtype,
+            device=self.device,
+        )
+        rope_table(self.buffers["rope_table"], config.rope, config.head_dim)
+        self.block_table = self.buffers["block_table"].zero_()
+        self.buffers["attention_counters"].zero_()
+        self.buffers["sample_counters"].zero_()
+        self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
+        self.params = SamplingState(self.buffers["sampling_params"], limits.max_num_seqs)
+        state = self.buffers["decode_state"].zero_()
+        self.decode_rows, self.next_positions, self.token_ids, self.positions = state[0], state[1], state[2], state[3]
+        self.slots, self.context_lens, self.last_tokens, self.sampled = state[4], state[5], state[6], state[7]
+        self.stream = torch.cuda.Stream(self.device) if self.cuda else None
+        self.captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self.replayed_rows: Int32Array | None = None  # rows of the last step, if that was a graph's
+        size = self.buffers["step_inputs"].size(0)
+        self.uploads = [_host(size, self.cuda) for _ in range(IN_FLIGHT)]
+        self.downloads = [_host(limits.max_num_seqs, self.cuda) for _ in range(IN_FLIGHT)]
+        self.events = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if self.cuda else []
+        self.pending: deque[tuple[int, int]] = deque()  # (slot of downloads, number of tokens)
+        self.launched = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        """Starts one step; its tokens are had from `collect`, in the order of launches."""
+        if len(self.pending) == IN_FLIGHT:
+            raise RuntimeError(f"{IN_FLIGHT} steps are in flight; collect one before launching another")
+        slot = self.launched % IN_FLIGHT
+        self.launched += 1
+        with self._on_stream():
+            self._update_state(plan)
+            sampled = self._replay(plan, slot) if self.graphs and plan.is_decode_only else self._eager(plan, slot)
+            self.downloads[slot][: sampled.size(0)].copy_(sampled, non_blocking=True)
+            if self.cuda:
+                self.events[slot].record()
+        self.pending.append((slot, sampled.size(0)))
+
+    def collect(self) -> Int32Array:
+        """Waits for the oldest launched step and returns its tokens, int32 [R], in the order of `sample_seqs`."""
+        slot, count = self.pending.popleft()
+        if self.cuda:
+            self.events[slot].synchronize()
+        tokens: Int32Array = self.downloads[slot][:count].numpy().copy()
+        return tokens
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def _update_state(self, plan: StepPlan) -> None:
+        """Applies what the plan says has changed: sampling parameters of rows, entries of the block table."""
+        if plan.row_updates:
+            self.params.update(plan.row_updates)
+        if len(plan.block_updates):
+            row, column, block = plan.block_updates.T
+            index = torch.from_numpy(row.astype(np.int64) * self.block_table.size(1) + column)
+            blocks = torch.from_numpy(np.ascontiguousarray(block))
+            self.block_table.view(-1).index_copy_(0, self._to_device(index), self._to_device(blocks))
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        # From pageable memory CUDA stages the bytes before it returns: the source may be reused at once.
+        return tensor.to(self.device, non_blocking=True)
+
+    def _upload(self, slot: int, arrays: list[Int32Array]) -> list[Tensor]:
+        """Copies int32 arrays to the device in one transfer and returns their views there."""
+        host, target = self.uploads[slot], self.buffers["step_inputs"]
+        staging = host.numpy()
+        views, offset = [], 0
+        for array in arrays:
+            staging[offset : offset + len(array)] = array
+            views.append(target[offset : offset + len(array)])
+            offset += -(-len(array) // ALIGN) * ALIGN
+        target[:offset].copy_(host[:offset], non_blocking=True)
+        return views
+
+    def _eager(self, plan: StepPlan, slot: int) -> Tensor:
+        self.replayed_rows = None
+        n = plan.num_decodes
+        starts = np.maximum(plan.query_start - n, 0, dtype=np.int32)
+        inputs = self._upload(
+            slot,
+            [
+                plan.token_ids,
+                plan.positions,
+                plan.slots,
+                plan.rows,
+                plan.context_lens,
+                starts,
+                plan.sample_tokens,
+                plan.rows[plan.sample_seqs],
+                plan.sample_positions,
+            ],
+        )
+        token_ids, positions, slots, rows, context_lens, query_start, sample_tokens, sample_rows, sample_positions = (
+            inputs
+        )
+        if n:
+            torch.index_select(self.last_tokens, 0, rows[:n], out=token_ids[:n])
+        every = len(plan.sample_tokens) == plan.num_tokens
+        longest = int(np.diff(plan.query_start).max(initial=0))
+        batch = Batch(
+            token_ids, positions, slots, rows, context_lens, query_start, None if every else sample_tokens, n, longest
+        )
+        logits = self.model.forward(batch, decode_splits(max(n, 1), self.config.num_kv_heads), self.hook)
+        sampled = self.sampled[: len(plan.sample_seqs)]
+        if len(plan.sample_seqs):
+            self._sample(sampled, logits, sample_rows, sample_positions)
+        if self.hook:
+            self.hook("sample", -1)
+        return sampled
+
+    def _sample(self, sampled: Tensor, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
+        p, b = self.params, self.buffers
+        ops.sample(
+            sampled,
+            self.last_tokens,
+            logits,
+            rows,
+            positions,
+            p.temperature,
+            p.top_k,
+            p.top_p,
+            p.min_p,
+            p.seeds,
+            b["sample_workspace"],
+            b["sample_counters"],
+        )
+
+    def _replay(self, plan: StepPlan, slot: int) -> Tensor:
+        """One decode step by its captured graph; nothing is uploaded while the same rows go on decoding."""
+        bucket = self._bucket(plan.num_seqs)
+        if bucket not in self.captured:
+            self._capture(bucket)
+            self.replayed_rows = None
+        if self.replayed_rows is None or not np.array_equal(self.replayed_rows, plan.rows):
+            padding = np.full(bucket - plan.num_seqs, -1, dtype=np.int32)
+            rows, positions = self._upload(
+                slot, [np.concatenate((plan.rows, padding)), np.concatenate((plan.positions, padding))]
+            )
+            self.decode_rows[:bucket].copy_(rows)
+            self.next_positions[:bucket].copy_(positions)
+            self.replayed_rows = plan.rows
+        self.captured[bucket].replay()
+        return self.sampled[: plan.num_seqs]
+
+    def _bucket(self, num_seqs: int) -> int:
+        largest = self.limits.max_num_seqs
+        return next((b for b in BUCKETS if num_seqs <= b <= largest), largest)
+
+    def _capture(self, bucket: int) -> None:
+        bucket_rows = self.decode_rows[:bucket]
+        bucket_rows.fill_(-1)  # padding only: the warm-up and the capture change nothing
+        self._decode(bucket)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.captured.values())).pool() if self.captured else None
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+            self._decode(bucket)
+        self.captured[bucket] = graph
+
+    def _decode(self, bucket: int) -> None:
+        rows, context_lens = self.decode_rows[:bucket], self.context_lens[:bucket]
+        token_ids, positions, slots = self.token_ids[:bucket], self.positions[:bucket], self.slots[:bucket]
+        ops.decode_inputs(
+            token_ids,
+            positions,
+            slots,
+            context_lens,
+            self.next_positions[:bucket],
+            self.last_tokens,
+            rows,
+            self.block_table,
+            self.limits.block_size,
+        )
+        batch = Batch(token_ids, positions, slots, rows, context_lens, rows, None, bucket, 1)
+        logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
+        self._sample(self.sampled[:bucket], logits, rows, context_lens)
+
+
+class SamplingState:
+    """Sampling parameters of every row: a host mirror, copied to the device whole when some row changed (24 bytes each)."""
+
+    def __init__(self, buffer: Tensor, max_num_seqs: int) -> None:
+        self.device = buffer.view(-1)
+        self.host = np.zeros(6 * max_num_seqs, dtype=np.int32)
+        n = max_num_seqs
+
+        def views(flat: Tensor) -> tuple[Tensor, ...]:
+            seeds, rest = flat[: 2 * n].view(torch.int64), flat[2 * n :]
+            temperature, top_p, min_p = (rest[i * n : (i + 1) * n].view(torch.float32) for i in range(3))
+            return seeds, temperature, top_p, min_p, rest[3 * n :]
+
+        self.seeds, self.temperature, self.top_p, self.min_p, self.top_k = views(self.device)
+        mirror = (v.numpy() for v in views(torch.from_numpy(self.host)))
+        self.host_seeds, self.host_temperature, self.host_top_p, self.host_min_p, self.host_top_k = mirror
+        self.host_top_p.fill(1.0)
+
+    def update(self, row_updates: tuple[tuple[int, SamplingParams], ...]) -> None:
+        for row, p in row_updates:
+            self.host_seeds[row] = p.seed
+            self.host_temperature[row] = p.temperature
+            self.host_top_p[row] = p.top_p
+            self.host_min_p[row] = p.min_p
+            self.host_top_k[row] = p.top_k
+        self.device.copy_(torch.from_numpy(self.host), non_blocking=True)
+
+
+def _view(arena: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+    nbytes = ITEMSIZE[dtype] * int(np.prod(shape))
+    return arena[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
+
+
+def _host(size: int, pinned: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.int32, pin_memory=pinned)
