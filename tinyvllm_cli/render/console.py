@@ -7,10 +7,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from tinyvllm_cli.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
-
-    from tinyvllm_cli.errors import UserError
 
 Mode = Literal["human", "json", "quiet"]
 
@@ -59,12 +59,16 @@ class Console:
     Args:
         mode: "human" shows everything; "json" has JSON on stdout and the same notes on stderr; "quiet" leaves only data
             and errors.
+        quiet: drop notes, warnings and progress in any mode.
         out: the data stream. Bytes written to it are UTF-8 whatever the locale says.
         err: the stream of notes, warnings, progress and errors.
     """
 
-    def __init__(self, mode: Mode = "human", *, out: TextIO | None = None, err: TextIO | None = None) -> None:
+    def __init__(
+        self, mode: Mode = "human", *, quiet: bool = False, out: TextIO | None = None, err: TextIO | None = None
+    ) -> None:
         self.mode = mode
+        self.quiet = quiet or mode == "quiet"
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
         for stream in (self._out, self._err):
@@ -78,24 +82,32 @@ class Console:
     # Data
 
     def write(self, text: str) -> None:
-        """Writes `text` to stdout at once; on a terminal control characters are shown as escapes."""
-        self._hide_status()
-        self._out.write(printable(text) if self.out_is_terminal else text)
-        self._out.flush()
+        """Writes `text` to stdout at once; on a terminal control characters are shown as escapes.
+
+        UserError when the disk is full or the like; BrokenPipeError when the reader has gone.
+        """
+        self._emit(printable(text) if self.out_is_terminal else text)
 
     def json(self, value: Any) -> None:
         """Writes `value` as one line of JSON to stdout."""
-        self._hide_status()
-        self._out.write(dump_json(value) + "\n")
-        self._out.flush()
+        self._emit(dump_json(value) + "\n")
 
-    def heading(self, text: str) -> None:
-        """Writes a heading line to stdout, bold on a terminal."""
-        self._hide_status()
-        bold = self.out_is_terminal and self._color
+    def heading(self, text: str, blank_before: bool = False) -> None:
+        """Writes a heading line to stdout, bold on a terminal, after a blank line if so wanted."""
         line = printable(text, keep="")
-        self._out.write(f"{_BOLD}{line}{_RESET}\n" if bold else line + "\n")
-        self._out.flush()
+        if self.out_is_terminal and self._color:
+            line = f"{_BOLD}{line}{_RESET}"
+        self._emit(("\n" if blank_before else "") + line + "\n")
+
+    def _emit(self, text: str) -> None:
+        self._hide_status()
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(f"the output cannot be written: {error.strerror}", fix="Is the disk full?") from error
 
     def rich(self) -> RichConsole:
         """A Rich console on stdout for tables; markup, emoji codes and highlighting of data are off."""
@@ -108,12 +120,12 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line on stderr for people; nothing in quiet mode."""
-        if self.mode != "quiet":
+        if not self.quiet:
             self._say(printable(text), _DIM)
 
     def warn(self, text: str) -> None:
         """A warning on stderr; nothing in quiet mode."""
-        if self.mode != "quiet":
+        if not self.quiet:
             self._say(f"warning: {printable(text)}", _YELLOW)
 
     def error(self, error: UserError | str) -> None:
@@ -125,7 +137,7 @@ class Console:
 
         Nothing is shown when stderr is no terminal, in quiet mode, or while half a line stands on a terminal's stdout.
         """
-        if not self.err_is_terminal or self.mode == "quiet":
+        if not self.err_is_terminal or self.quiet:
             return
         width = _terminal_width(self._err)
         self._hide_status()

@@ -37,6 +37,7 @@ class Tokenizer:
         self.bos_token, self.bos_token_id = self._named("bos_token")
         self.eos_token, self.eos_token_id = self._named("eos_token")
         self._add_bos: bool | None = config.get("add_bos_token")
+        self._bytes: dict[int, bytes] = {}  # of the tokens met so far
         self._piece, self.strips_leading_space = _piece_function(json.loads(backend.to_str())["decoder"])
 
     @classmethod
@@ -91,8 +92,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none for an id beyond the vocabulary."""
-        token = self._backend.id_to_token(token_id)
-        return b"" if token is None else self._piece(token)
+        data = self._bytes.get(token_id)
+        if data is None:
+            token = self._backend.id_to_token(token_id)
+            data = self._bytes[token_id] = b"" if token is None else self._piece(token)
+        return data
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a token's text, None when there is no such token."""

@@ -1,0 +1,199 @@
+"""The `tinyvllm` program: parses, calls commands/*, maps errors to exit codes. No torch here; rich only when needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from tinyvllm_cli import __version__
+from tinyvllm_cli.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.render.console import Console
+
+app = typer.Typer(
+    help="Llama inference from checkpoint to text. `tinyvllm COMMAND --help` shows a command's options.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_UNITS = {"": 1} | {
+    f"{letter}{suffix}": base ** (power + 1)
+    for power, letter in enumerate("kmgt")
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+class Device(StrEnum):
+    """Choices of --device."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DType(StrEnum):
+    """Choices of --dtype."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class PromptFormat(StrEnum):
+    """Choices of --format."""
+
+    AUTO = "auto"
+    TEXT = "text"
+    JSONL = "jsonl"
+
+
+def parse_bytes(text: str) -> int:
+    """ "512MiB", "2G" (powers of 1024), "1.5GB" (of 1000) or a plain number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS.get("" if match is None or match[2] == "b" else match[2])
+    if match is None or unit is None:
+        raise typer.BadParameter(f"{text!r} is no size. Write bytes, or a number with K, M, G, T: 512MiB, 2G, 1.5GB.")
+    return int(float(match[1]) * unit)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tinyvllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; a single - reads standard input.")] = None,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option("--prompts", "-p", metavar="FILE", help="One prompt a line, or JSONL (*.jsonl); - is stdin."),
+    ] = None,
+    prompt_format: Annotated[
+        PromptFormat, typer.Option("--format", help="Of the prompts file or stdin; auto goes by the file's name.")
+    ] = PromptFormat.AUTO,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="DIR", help="Model folder. Default: $TINYVLLM_MODEL, ., the demo."),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text: leave the chat template out.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens for a prompt.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Only the k most probable tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Only the most probable tokens that sum up to p.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Only tokens of this share of the highest probability.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Same seed, same text, whatever runs beside it.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token.")] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Show text as it comes. Default: for one prompt on a terminal."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, in input order.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+    device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.AUTO,
+    dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most prompts that run at once.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt and its answer.")] = None,
+    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
+    kv_blocks: Annotated[int | None, typer.Option(min=0, help="Blocks of the KV cache.")] = None,
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Memory of the KV cache: 512MiB, 2G.")
+    ] = None,
+    memory_fraction: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the device memory to use.")] = 0.9,
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Do not capture CUDA graphs.")] = False,
+) -> None:
+    """Answer prompts: from arguments, a file or standard input."""
+
+    def command(console: Console) -> int:
+        from tinyvllm_cli.commands.generate import GenerateOptions, run
+        from tinyvllm_cli.engine.sequence import SamplingParams
+        from tinyvllm_cli.render.generate import GenerateView
+
+        if json and stream:
+            raise UserError("--stream shows text and --json whole records", fix="Use one of them.")
+        try:
+            sampling = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+                ignore_eos=ignore_eos,
+            )
+        except UserError as error:
+            error.exit_code = ExitCode.USAGE
+            raise
+        options = GenerateOptions(
+            prompts=tuple(prompts or ()),
+            prompts_file=prompts_file,
+            prompts_format=prompt_format.value,
+            model=model,
+            raw=raw,
+            sampling=sampling,
+            engine={
+                "device": device.value,
+                "dtype": dtype.value,
+                "max_num_seqs": max_num_seqs,
+                "max_model_len": max_model_len,
+                "max_batched_tokens": max_batched_tokens,
+                "block_size": block_size,
+                "num_kv_blocks": kv_blocks,
+                "kv_cache_memory": kv_cache_memory,
+                "memory_fraction": memory_fraction,
+                "graphs": not no_graphs,
+            },
+        )
+        return run(options, GenerateView(console, stream)).exit_code
+
+    _run(command, json, quiet)
+
+
+def _run(command: Callable[[Console], int], json: bool, quiet: bool) -> NoReturn:
+    """Runs a command and leaves with its exit code; what the user can mend is shown without a traceback."""
+    from tinyvllm_cli.render.console import Console
+
+    console = Console("json" if json else "human", quiet=quiet)
+    try:
+        code = command(console)
+        sys.stdout.flush()
+    except UserError as error:
+        console.error(error)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        console.status("")
+        console.note("interrupted")
+        code = ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE  # the reader, such as `head`, has what it wanted: end as quietly as a signal would
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise typer.Exit(code)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point of the console script."""
+    app(args=arguments, prog_name="tinyvllm")

@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM as KeyboardInterrupt, but never in the middle of writing a record."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from tinyvllm_cli.errors import ExitCode
+
+
+class Interrupts:
+    """While entered, the first signal raises KeyboardInterrupt inside `allowed` blocks, at once or at the next one.
+
+    A second signal leaves the process at once. Outside of the main thread, where Python allows no handlers, it does
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._open = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Where an interruption does no harm: waiting for input, computing a step."""
+        self._open = True
+        try:
+            if self._pending:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._open = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._pending:
+            os._exit(ExitCode.INTERRUPTED)
+        self._pending = True
+        if self._open:
+            raise KeyboardInterrupt

@@ -1,0 +1,59 @@
+"""Which model a command works on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from tinyvllm_cli.errors import UserError
+
+DEMO = "demo"
+
+
+class ResolvedModel(NamedTuple):
+    """path: folder or file; note: one line for people that says which model it is and why this one."""
+
+    path: Path
+    note: str
+
+
+def resolve_model(option: str | None) -> ResolvedModel:
+    """Finds the model: `option`, else TINYVLLM_MODEL, else the current folder if it is one, else the bundled demo.
+
+    "demo" names the bundled model, "./demo" a folder. UserError when there is nothing at the path.
+    """
+    if option is not None:
+        return _named(option, "--model")
+    variable = os.environ.get("TINYVLLM_MODEL")
+    if variable:
+        return _named(variable, "TINYVLLM_MODEL")
+    here = Path.cwd()
+    if (here / "config.json").is_file() and any(here.glob("*.safetensors")):
+        return ResolvedModel(here, f"model: {here} (the current folder)")
+    return _demo("no --model given: ")
+
+
+def _named(name: str, origin: str) -> ResolvedModel:
+    if name == DEMO:
+        return _demo("")
+    path = Path(name).expanduser()
+    if not name or not path.exists():
+        fix = "Give a model folder (config.json, *.safetensors, tokenizer.json), or demo for the bundled one."
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            fix += f" Nothing is downloaded; if this is a Hugging Face name: hf download {name} --local-dir DIR"
+        raise UserError(f"there is no {name or 'model with an empty name'}", where=origin, fix=fix)
+    return ResolvedModel(path, f"model: {path}" + (f" (from {origin})" if origin != "--model" else ""))
+
+
+def _demo(reason: str) -> ResolvedModel:
+    folder = Path(__file__).parent.parent / "demo"
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{reason}the bundled demo model is not in this installation",
+            where=str(folder),
+            fix="Give a model folder with --model DIR.",
+        )
+    return ResolvedModel(
+        folder, f"model: the bundled demo, a toy for simple questions ({reason}--model DIR takes another)"
+    )
