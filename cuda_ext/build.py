@@ -146,7 +146,7 @@ def build_library(
     if toolkit is not None:
         cpp_extension.CUDA_HOME = str(toolkit.home)
     try:
-        with _first_on_path(ninja.parent):
+        with _on_path(ninja.parent):
             return Path(
                 cpp_extension.load(
                     name,
@@ -163,9 +163,10 @@ def build_library(
 
 
 @contextlib.contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
+def _on_path(folder: Path) -> Iterator[None]:
+    """Adds a folder to the end of PATH, where torch looks for ninja."""
     before = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
+    os.environ["PATH"] = f"{before}{os.pathsep}{folder}"
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Where built libraries are kept, and how one is published so that nothing half done is ever seen.
 
-A build runs in a private folder and is published by one rename: a killed build, or two at once, are harmless. The lock only
-keeps processes from doing the same work twice; the operating system drops it when its holder dies.
+A build runs in a private folder and is published by one rename: a killed build, or two at once, are harmless. The lock
+only keeps processes from doing the same work twice; the operating system drops it when its holder dies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE_S = 180.0
 
 
 def cache_folder() -> Path:
-    """The folder of built libraries: `kernels` in TINYVLLM_CACHE, else in XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm."""
+    """The folder `kernels` in TINYVLLM_CACHE, else in XDG_CACHE_HOME/tinyvllm, else in ~/.cache/tinyvllm."""
     if own := os.environ.get("TINYVLLM_CACHE"):
         return Path(own).absolute() / "kernels"
     if os.path.isabs(xdg := os.environ.get("XDG_CACHE_HOME", "")):

@@ -13,9 +13,19 @@ from pathlib import Path
 from tinyvllm_cli.errors import UserError
 
 SOURCE_FOLDER = Path(__file__).resolve().parent
-NVCC_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr")
+NVCC_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "--expt-relaxed-constexpr",
+    # torch.utils.cpp_extension sets these; they are here so that `make kernels` compiles what a user's machine compiles.
+    "-D__CUDA_NO_HALF_OPERATORS__",
+    "-D__CUDA_NO_HALF_CONVERSIONS__",
+    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    "-D__CUDA_NO_HALF2_OPERATORS__",
+)
 MIN_CAPABILITY = (8, 0)
 USE_CPU = "Or run on the CPU with --device cpu."
+DEFAULT_HOME = Path("/usr/local/cuda")
 
 _FAMILIES = {
     "Volta": "7.0+PTX",
@@ -116,9 +126,9 @@ def find_toolkit() -> Toolkit:
             raise UserError(f"{variable} is {os.environ[variable]}, which has no bin/nvcc", fix=fix)
     else:
         found = shutil.which("nvcc")
-        nvcc = Path(found) if found else Path("/usr/local/cuda/bin/nvcc")
+        nvcc = Path(found) if found else DEFAULT_HOME / "bin" / "nvcc"
         if not nvcc.is_file():
-            raise UserError("nvcc was not found on PATH or in /usr/local/cuda/bin, and CUDA_HOME is not set", fix=fix)
+            raise UserError(f"nvcc was not found on PATH or in {DEFAULT_HOME}/bin, and CUDA_HOME is not set", fix=fix)
     release = re.search(r"release (\d+\.\d+)", _output_of(nvcc, "--version"))
     if release is None:
         raise UserError("`nvcc --version` does not name a CUDA release", where=str(nvcc), fix=fix)
