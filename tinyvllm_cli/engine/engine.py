@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tinyvllm_cli.engine.sequence import Event, FinishEvent, FinishReason, SamplingParams, Sequence
+from tinyvllm_cli.engine.sequence import Event, FinishReason, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from tinyvllm_cli.engine.blocks import Int32Array
@@ -89,8 +89,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Launches the next step, if any; then waits for the oldest one if more than `run_ahead` are on their way.
 
-        Returns the events of the step that was waited for, in the order of its sequences; often none. Call it while
-        `has_work`.
+        Returns the events of the step that was waited for: its tokens, then who finished. Call it while `has_work`.
         """
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -106,12 +105,11 @@ class Engine:
             if self._unfinished:
                 raise RuntimeError("no sequence can run, and none is on its way")
             return []
-        events = self.scheduler.update(self._in_flight.popleft(), self.runner.collect())
-        for event in events:
-            if isinstance(event, FinishEvent):
-                self.statistics.output_tokens += len(event.sequence.output_token_ids)
-                del self._unfinished[event.seq_id]
-        return events
+        tokens, finished = self.scheduler.update(self._in_flight.popleft(), self.runner.collect())
+        for event in finished:
+            self.statistics.output_tokens += len(event.sequence.output_token_ids)
+            del self._unfinished[event.seq_id]
+        return [*tokens, *finished]
 
     def finish(self, seq_id: int, reason: FinishReason = "stop") -> Sequence | None:
         """Ends a sequence for a reason that the caller found, such as a stop string; no FinishEvent is made.

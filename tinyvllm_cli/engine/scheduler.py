@@ -15,12 +15,13 @@ what could not run alone: so every step brings the oldest forward, and everythin
 from __future__ import annotations
 
 from collections import deque
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tinyvllm_cli.engine.blocks import BlockPool, Int32Array
-from tinyvllm_cli.engine.sequence import Event, FinishEvent, FinishReason, Sequence, Status, TokenEvent
+from tinyvllm_cli.engine.sequence import FinishEvent, FinishReason, Sequence, Status, TokenEvent
 from tinyvllm_cli.engine.step_plan import FROM_DEVICE, StepPlan
 from tinyvllm_cli.errors import UserError
 
@@ -117,39 +118,36 @@ class Scheduler:
 
         plan, sampled = self._plan(chunks, admitted, decode_updates)
         self._num_computed[plan.rows] = plan.context_lens
-        for sequence, _ in chunks:
-            if sequence.prefix is not None and len(sequence.prefix) == self._num_computed[sequence.row]:
-                sequence.prefix = None  # from now on it decodes
-                self._decoding_changed = True
-        # A sample at position p makes p + 1 tokens. (Whoever does not sample yet is further from its end.)
-        ended = [
-            sampled[i]
-            for i in np.flatnonzero(plan.sample_positions + 1 >= self._max_tokens[plan.rows[plan.sample_seqs]])
-        ]
+        for sequence in sampled[plan.num_decodes :]:
+            sequence.prefix = None  # from now on it decodes
+            self._decoding_changed = True
+        # A sample makes context_len + 1 tokens; a sequence in the middle of its prefill is further from its end.
+        ended_at = np.flatnonzero(plan.context_lens + 1 >= self._max_tokens[plan.rows])
+        ended = [sampled[i] for i in np.searchsorted(plan.sample_seqs, ended_at)] if len(ended_at) else []
         for sequence in ended:
             self._leave_row(sequence)
         self._launched.append(_Launched(plan, sampled, ended))
         self.num_steps += 1
         return plan
 
-    def update(self, plan: StepPlan, tokens: Int32Array) -> list[Event]:
-        """Takes the tokens, int32 [R], of the oldest plan whose tokens are not known yet."""
+    def update(self, plan: StepPlan, tokens: Int32Array) -> tuple[list[TokenEvent], list[FinishEvent]]:
+        """Takes the tokens, int32 [R], of the oldest plan whose tokens are not known yet, and tells what they bring."""
         launched = self._launched.popleft()
         if launched.plan is not plan or len(tokens) != len(launched.sampled):
             raise RuntimeError(f"tokens of step {plan.step} are not what is awaited for step {launched.plan.step}")
-        events: list[Event] = []
+        accepted: list[tuple[int, int]] = []
+        finished: list[FinishEvent] = []
         for sequence, token in zip(launched.sampled, tokens.tolist(), strict=True):
             if sequence.finish_reason is not None:
                 continue  # it finished while this step was on its way
             sequence.output_token_ids.append(token)
             if token in sequence.stop_ids:
-                events.append(self.finish(sequence, "stop"))
+                finished.append(self.finish(sequence, "stop"))
             else:
-                events.append(TokenEvent(sequence.seq_id, token))
-        for sequence in launched.ended:
-            if sequence.finish_reason is None:
-                events.append(self.finish(sequence, "length"))
-        return events
+                accepted.append((sequence.seq_id, token))
+        finished += [self.finish(s, "length") for s in launched.ended if s.finish_reason is None]
+        # TokenEvent(*pair) for each, at a third of the cost: this is most of what a step of 256 decodes costs.
+        return list(map(tuple.__new__, repeat(TokenEvent), accepted)), finished
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> FinishEvent:
         """Ends an unfinished sequence, wherever it is; what is on its way for it will be discarded."""
@@ -189,13 +187,18 @@ class Scheduler:
         return min(budget, len(sequence.prefix) - int(self._num_computed[sequence.row]))
 
     def _can_admit(self) -> bool:
-        """Whether the first waiting sequence can start; nobody overtakes it."""
+        """Whether the first waiting sequence can start; nobody overtakes it.
+
+        Its tokens must fit, and leave a block for each running sequence: else starting it soon costs a preemption.
+        (With a quarter of the blocks that could be used, this saves 20% of the tokens computed for 1% more steps.)
+        """
         if not self._waiting or not self._free_rows:
             return False
         first = self._waiting[0]
         if len(first.output_token_ids) < first.num_launched:
             return False  # preempted, and not all its tokens are known
-        return self.pool.blocks_for(first.num_tokens) <= self.pool.num_free
+        spare = len(self._running) + 1 if self._running else 0
+        return self.pool.blocks_for(first.num_tokens) + spare <= self.pool.num_free
 
     def _admit(self, sequence: Sequence) -> None:
         """Gives a sequence a row, and blocks for all its tokens known so far."""

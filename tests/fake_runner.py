@@ -1,0 +1,132 @@
+"""A runner without a model: a paged cache of token ids, and a next token that is a hash of all that it reads there."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from dataclasses import fields
+
+import numpy as np
+import numpy.typing as npt
+
+from tinyvllm_cli.engine.sequence import SamplingParams
+from tinyvllm_cli.engine.step_plan import FROM_DEVICE, StepPlan
+from tinyvllm_cli.memory.plan import Limits
+
+VOCAB = 23
+EOS = 3
+
+
+def next_token(prefix: list[int], params: SamplingParams) -> int:
+    """Depends on every token of the prefix, in its order, and on the seed."""
+    return zlib.crc32(np.array([params.seed, *prefix], dtype=np.int32).tobytes()) % VOCAB
+
+
+def plain_result(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+    """What a sequence must give when it is alone: its output tokens and its finish reason."""
+    tokens = list(prompt)
+    stops = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, EOS}
+    while True:
+        tokens.append(next_token(tokens, params))
+        outputs = tokens[len(prompt) :]
+        if outputs[-1] in stops:
+            return outputs, "stop"
+        if len(outputs) == params.max_tokens or len(tokens) == max_model_len:
+            return outputs, "length"
+
+
+class FakeRunner:
+    """Runs a step at some random moment between its launch and the collection of its tokens, always in order.
+
+    It trusts only what a real runner has: its own block table, last tokens and parameters, kept up by the plans. What a
+    new owner of a row or block did not write itself is invalid.
+    """
+
+    def __init__(self, limits: Limits, num_blocks: int, seed: int = 0) -> None:
+        self.limits = limits
+        self.random = random.Random(seed)
+        self.memory = np.full(num_blocks * limits.block_size, -1, dtype=np.int32)
+        self.table = np.full((limits.max_num_seqs, limits.blocks_per_seq), -1, dtype=np.int32)
+        self.last_tokens = np.full(limits.max_num_seqs, -1, dtype=np.int32)
+        self.next_positions = np.full(limits.max_num_seqs, -1, dtype=np.int32)
+        self.params: dict[int, SamplingParams] = {}
+        self.waiting: deque[tuple[StepPlan, list[bytes]]] = deque()
+        self.done: deque[npt.NDArray[np.int32]] = deque()
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        check_form(plan, self.limits)
+        self.waiting.append((plan, contents(plan)))
+        self.plans.append(plan)
+
+    def collect(self) -> npt.NDArray[np.int32]:
+        while not self.done or (self.waiting and self.random.random() < 0.5):
+            plan, launched_contents = self.waiting.popleft()
+            assert contents(plan) == launched_contents, "a plan was changed after its launch"
+            self.done.append(self.execute(plan))
+        return self.done.popleft()
+
+    def execute(self, plan: StepPlan) -> npt.NDArray[np.int32]:
+        size = self.limits.block_size
+        for row, params in plan.row_updates:
+            self.params[row] = params
+            self.table[row] = -1
+            self.last_tokens[row] = -1
+            self.next_positions[row] = 0
+        for row, column, block in plan.block_updates:
+            assert self.table[row, column] == -1
+            self.table[row, column] = block
+            self.memory[block * size : (block + 1) * size] = -1
+        for i, row in enumerate(plan.rows):
+            start, end = plan.query_start[i], plan.query_start[i + 1]
+            positions = plan.positions[start:end]
+            first = self.next_positions[row]
+            assert positions.tolist() == list(range(first, plan.context_lens[i]))
+            self.next_positions[row] = plan.context_lens[i]
+            blocks = self.table[row, positions // size]
+            assert (blocks >= 0).all()
+            assert (plan.slots[start:end] == blocks * size + positions % size).all()
+            tokens = self.last_tokens[row] if i < plan.num_decodes else plan.token_ids[start:end]
+            assert np.min(tokens) >= 0
+            self.memory[plan.slots[start:end]] = tokens
+        sampled = []
+        for i, position in zip(plan.sample_seqs, plan.sample_positions, strict=True):
+            row = plan.rows[i]
+            assert position == plan.context_lens[i]
+            positions = np.arange(position)
+            prefix = self.memory[self.table[row, positions // size] * size + positions % size].tolist()
+            self.last_tokens[row] = next_token(prefix, self.params[row])
+            sampled.append(self.last_tokens[row])
+        return np.array(sampled, dtype=np.int32)
+
+
+def contents(plan: StepPlan) -> list[bytes]:
+    """All arrays of a plan, copied."""
+    values = [getattr(plan, field.name) for field in fields(plan)]
+    return [v.tobytes() for v in values if isinstance(v, np.ndarray)]
+
+
+def check_form(plan: StepPlan, limits: Limits) -> None:
+    """What every plan must fulfil by itself."""
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, np.ndarray):
+            assert value.dtype == np.int32, field.name
+            assert not value.flags.writeable, field.name
+    seqs, tokens, n = plan.num_seqs, plan.num_tokens, plan.num_decodes
+    assert 1 <= seqs <= limits.max_num_seqs
+    assert 1 <= tokens <= limits.max_batched_tokens
+    assert len(set(plan.rows.tolist())) == seqs
+    assert len(set(plan.slots.tolist())) == tokens == len(plan.positions)
+    assert plan.query_start[0] == 0
+    assert plan.query_start[-1] == tokens
+    assert (np.diff(plan.query_start) >= 1).all()
+    assert plan.query_start[: n + 1].tolist() == list(range(n + 1))
+    assert (plan.token_ids[:n] == FROM_DEVICE).all()
+    assert (plan.token_ids[n:] >= 0).all()
+    assert plan.sample_seqs[:n].tolist() == list(range(n))
+    assert (np.diff(plan.sample_seqs) >= 1).all()
+    assert (plan.sample_tokens == plan.query_start[plan.sample_seqs + 1] - 1).all()
+    assert (plan.context_lens < limits.max_model_len).all()
+    assert plan.block_updates.shape == (len(plan.block_updates), 3)
