@@ -134,7 +134,9 @@ def generate(
         from tinyvllm_cli.render.generate import GenerateView
 
         if json and stream:
-            raise UserError("--stream shows text and --json whole records", fix="Use one of them.")
+            raise UserError(
+                "--stream shows text, --json whole records", fix="Use one of them.", exit_code=ExitCode.USAGE
+            )
         try:
             sampling = SamplingParams(
                 max_tokens=max_tokens,

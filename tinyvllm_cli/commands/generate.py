@@ -88,8 +88,8 @@ class GenerateSink(Protocol):
     def warn(self, text: str) -> None:
         """Something that may not be what the user wants."""
 
-    def loading(self) -> None:
-        """The model is being loaded."""
+    def loading(self, text: str) -> None:
+        """What is being done to make the model ready."""
 
     def start(self, source: PromptSource) -> None:
         """Generation begins."""
@@ -113,10 +113,10 @@ def run(options: GenerateOptions, sink: GenerateSink) -> GenerateResult:
     model = resolve_model(options.model)
     sink.note(model.note)
     source = _open(options, sink)
-    sink.loading()
+    sink.loading("loading torch")
     from tinyvllm_cli.llm import LLM
 
-    llm = LLM(model.path, **options.engine)
+    llm = LLM(model.path, progress=sink.loading, **options.engine)
     for warning in llm.warnings:
         sink.warn(warning)
     loaded = time.perf_counter()

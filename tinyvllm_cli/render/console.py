@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 Mode = Literal["human", "json", "quiet"]
 
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CLEAR_LINE = "\r\x1b[2K"
 
 
@@ -44,13 +46,13 @@ def one_line(text: str, limit: int = 0) -> str:
 
 
 def dump_json(value: Any) -> str:
-    """One line of strict JSON (no NaN), with characters beyond ASCII as they are unless UTF-8 cannot carry them."""
+    """One line of strict JSON (no NaN), with characters beyond ASCII as they are.
+
+    Escaped, beside what JSON demands, is what UTF-8 cannot carry, what some readers take for a line end, and what a
+    terminal obeys.
+    """
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        line.encode("utf-8")
-    except UnicodeEncodeError:
-        line = json.dumps(value, allow_nan=False)
-    return line
+    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
 
 class Console:

@@ -43,8 +43,8 @@ class GenerateView:
     def warn(self, text: str) -> None:
         self._console.warn(text)
 
-    def loading(self) -> None:
-        self._console.status("loading the model ...")
+    def loading(self, text: str) -> None:
+        self._console.status(f"{text} ...")
 
     def start(self, source: PromptSource) -> None:
         self._console.status("")
