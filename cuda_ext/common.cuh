@@ -262,7 +262,14 @@ inline int device_attribute(cudaDeviceAttr attribute, int fallback) {
   return value;
 }
 
-// Launches kernel(args...) so that it may start before its predecessor in the stream has ended (sm_90 and newer).
+inline bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
+}
+
+// Launches kernel(arguments...). In a captured graph on sm_90 and newer the kernel may start before its predecessor has
+// ended (an eager launch may not: the predecessor could be the one that writes the weights), and every kernel asks for
+// the same split of L1 and shared memory, because an SM must be idle to change it.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream,
                    Arguments... arguments) {
@@ -271,16 +278,18 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 cta, size_t sh
                                                    static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = cta;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, 0) >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = is_captured(stream) && device_attribute(cudaDevAttrComputeCapabilityMajor, 0) >= 9 ? 2 : 0;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 

@@ -1,0 +1,87 @@
+// RoPE of one head: (a, b) -> (a cos - b sin, b cos + a sin) for a = h[i], b = h[i + D/2]. q in place; k (rotated), v to the cache.
+// qkv [T, (Q + 2K) D]; kv_cache [B, K, 2, block_size, D]; rope_table float [max_position, D]: D/2 cosines, then D/2 sines.
+// Grid: one CTA per token; a thread takes 8 elements of a head's first half and the 8 that go with them in the second.
+// Traffic: 4 T (Q + 2K) D bytes (each element read and written once); bound by latency at decode, by bandwidth at prefill.
+// Limits: bf16 or fp16; head_dim 64 or 128; a token with slot -1 stores no k and v.
+#include "common.cuh"
+
+namespace tinyvllm {
+namespace {
+
+constexpr int kMaxThreads = 256;
+
+template <typename T, int kHeadDim>
+__global__ __launch_bounds__(kMaxThreads) void rope_store_kernel(T* qkv, T* kv_cache, const float* rope_table,
+                                                                 const int32_t* positions, const int32_t* slots,
+                                                                 int num_heads, int num_kv_heads, int block_size) {
+  constexpr int kHalf = kHeadDim / 2;
+  constexpr int kPieces = kHalf / 8;
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const int token = blockIdx.x;
+  const int slot = slots[token];
+  const float* angles = rope_table + static_cast<int64_t>(positions[token]) * kHeadDim;
+  const int all_heads = num_heads + 2 * num_kv_heads;
+  const int block = slot / block_size;
+  const int offset = slot % block_size;
+
+  for (int item = threadIdx.x; item < all_heads * kPieces; item += blockDim.x) {
+    const int head = item / kPieces;
+    const int element = item % kPieces * 8;
+    T* source = qkv + (static_cast<int64_t>(token) * all_heads + head) * kHeadDim + element;
+    T* target = source;
+    if (head >= num_heads) {
+      if (slot < 0) continue;
+      const int is_value = head >= num_heads + num_kv_heads;
+      const int kv_head = head - num_heads - is_value * num_kv_heads;
+      const int64_t half_block = (static_cast<int64_t>(block) * num_kv_heads + kv_head) * 2 + is_value;
+      target = kv_cache + (half_block * block_size + offset) * kHeadDim + element;
+    }
+    uint4 first = load16(source);
+    uint4 second = load16(source + kHalf);
+    if (head < num_heads + num_kv_heads) {
+      float a[8], b[8];
+      unpack8<T>(first, a);
+      unpack8<T>(second, b);
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        const float4 cosine = *reinterpret_cast<const float4*>(angles + element + i);
+        const float4 sine = *reinterpret_cast<const float4*>(angles + kHalf + element + i);
+        const float c[4] = {cosine.x, cosine.y, cosine.z, cosine.w};
+        const float s[4] = {sine.x, sine.y, sine.z, sine.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float rotated = a[i + j] * c[j] - b[i + j] * s[j];
+          b[i + j] = b[i + j] * c[j] + a[i + j] * s[j];
+          a[i + j] = rotated;
+        }
+      }
+      first = pack8<T>(a);
+      second = pack8<T>(b);
+    }
+    store16(target, first);
+    store16(target + kHalf, second);
+  }
+}
+
+}  // namespace
+
+cudaError_t rope_store(void* qkv, void* kv_cache, const float* rope_table, const int32_t* positions,
+                       const int32_t* slots, int num_tokens, int num_heads, int num_kv_heads, int head_dim,
+                       int block_size, Dtype dtype, cudaStream_t stream) {
+  const bool supported = num_tokens >= 0 && num_heads > 0 && num_kv_heads > 0 && block_size > 0 && is_aligned16(qkv) &&
+                         is_aligned16(kv_cache) && is_aligned16(rope_table);
+  if (!supported) return cudaErrorInvalidValue;
+  return dispatch_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    return dispatch_head_dim(head_dim, [&](auto dim) {
+      if (num_tokens == 0) return cudaSuccess;
+      const int items = (num_heads + 2 * num_kv_heads) * (dim() / 16);
+      const int threads = items < kMaxThreads ? ceil_div(items, kWarpSize) * kWarpSize : kMaxThreads;
+      return launch(rope_store_kernel<T, dim()>, num_tokens, threads, 0, stream, static_cast<T*>(qkv),
+                    static_cast<T*>(kv_cache), rope_table, positions, slots, num_heads, num_kv_heads, block_size);
+    });
+  });
+}
+
+}  // namespace tinyvllm
