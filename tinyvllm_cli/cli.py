@@ -130,33 +130,27 @@ def generate(
 
     def command(console: Console) -> int:
         from tinyvllm_cli.commands.generate import GenerateOptions, run
-        from tinyvllm_cli.engine.sequence import SamplingParams
         from tinyvllm_cli.render.generate import GenerateView
 
         if json and stream:
             raise UserError(
                 "--stream shows text, --json whole records", fix="Use one of them.", exit_code=ExitCode.USAGE
             )
-        try:
-            sampling = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-                ignore_eos=ignore_eos,
-            )
-        except UserError as error:
-            error.exit_code = ExitCode.USAGE
-            raise
         options = GenerateOptions(
             prompts=tuple(prompts or ()),
             prompts_file=prompts_file,
             prompts_format=prompt_format.value,
             model=model,
             raw=raw,
-            sampling=sampling,
+            sampling={
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "seed": seed,
+                "ignore_eos": ignore_eos,
+            },
             engine={
                 "device": device.value,
                 "dtype": dtype.value,

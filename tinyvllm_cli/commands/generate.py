@@ -29,7 +29,7 @@ class GenerateOptions:
         prompts_format: how to read it.
         model: as for `resolve_model`.
         raw: leave the chat template out.
-        sampling: for every prompt, as far as its line sets nothing else.
+        sampling: arguments of `SamplingParams`, by name, for every prompt whose line sets nothing else.
         engine: arguments of `LLM`, by name.
     """
 
@@ -38,7 +38,7 @@ class GenerateOptions:
     prompts_format: Format = "auto"
     model: str | None = None
     raw: bool = False
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,6 +110,11 @@ class GenerateSink(Protocol):
 def run(options: GenerateOptions, sink: GenerateSink) -> GenerateResult:
     """Answers all prompts. UserError when the job cannot start; what is wrong with one prompt becomes its record."""
     began = time.perf_counter()
+    try:
+        sampling = SamplingParams(**options.sampling)
+    except UserError as error:
+        error.exit_code = ExitCode.USAGE
+        raise
     model = resolve_model(options.model)
     sink.note(model.note)
     source = _open(options, sink)
@@ -124,7 +129,7 @@ def run(options: GenerateOptions, sink: GenerateSink) -> GenerateResult:
         total=source.total, load_s=loaded - began, device=str(llm.device), dtype=str(llm.dtype).removeprefix("torch.")
     )
     sink.start(source)
-    job = _Job(llm, options, sink, result)
+    job = _Job(llm, sampling, options.raw, sink, result)
     with Interrupts() as interrupts:
         try:
             job.run(source, interrupts)
@@ -172,9 +177,12 @@ class _Job:
     A prompt is read only when there is room for it, so that a file of any length needs little memory.
     """
 
-    def __init__(self, llm: LLM, options: GenerateOptions, sink: GenerateSink, result: GenerateResult) -> None:
+    def __init__(
+        self, llm: LLM, sampling: SamplingParams, raw: bool, sink: GenerateSink, result: GenerateResult
+    ) -> None:
         self._llm = llm
-        self._options = options
+        self._sampling = sampling
+        self._raw = raw
         self._sink = sink
         self._result = result
         self._running: dict[int, _Running] = {}
@@ -217,7 +225,7 @@ class _Job:
         try:
             if prompt.error:
                 raise UserError(prompt.error)
-            params = replace(self._options.sampling, **prompt.parameters)
+            params = replace(self._sampling, **prompt.parameters)
             token_ids = self._encode(prompt)
             sequence = self._llm.engine.add(token_ids, params)
         except UserError as error:
@@ -234,7 +242,7 @@ class _Job:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: through the chat template if there is one and it is wanted."""
-        tokenizer, template = self._llm.tokenizer, None if self._options.raw else self._llm.chat_template
+        tokenizer, template = self._llm.tokenizer, None if self._raw else self._llm.chat_template
         if prompt.token_ids is not None:
             ids = list(prompt.token_ids)
         elif template is not None:
@@ -243,7 +251,7 @@ class _Job:
         elif prompt.text is not None:
             ids = tokenizer.encode(prompt.text, add_special_tokens=True)
         else:
-            reason = "--raw leaves the chat template out" if self._options.raw else "the model has no chat template"
+            reason = "--raw leaves the chat template out" if self._raw else "the model has no chat template"
             raise UserError(f"messages cannot be used: {reason}", fix="Give a prompt instead.")
         if not ids:
             raise UserError("the prompt is empty: it has no token")

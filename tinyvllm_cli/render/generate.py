@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-from tinyvllm_cli.commands.generate import GenerateResult
-from tinyvllm_cli.jobs.prompts import Prompt, PromptSource
-from tinyvllm_cli.jobs.results import Record
 from tinyvllm_cli.render.console import Console, one_line
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.commands.generate import GenerateResult
+    from tinyvllm_cli.jobs.prompts import Prompt, PromptSource
+    from tinyvllm_cli.jobs.results import Record
 
 _BAR_CELLS = 16
 _REDRAW_S = 0.1
