@@ -1,5 +1,7 @@
 """Synthetic checkpoints: RAND, CHAIN and DICE models and the BYTE tokenizer. Import as `from models import ...`.
 
+`files` writes the files themselves, right or wrong.
+
 Nothing here needs torch but `oracle`. Arrays are numpy fp32 and become bf16, fp16 or fp32 when they are written.
 """
 
@@ -7,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-Tensors = dict[str, npt.NDArray[Any]]
+from files import Tensors, write_shards
+from files import edit_json as edit_json
 
 BOS, EOS, EOT, PAD = 256, 257, 258, 259
 """Ids of the special tokens of the BYTE tokenizer; every byte's token has the byte's value as its id."""
@@ -28,74 +29,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
 
 def token_id(token: str | int) -> int:
     """Id of a special token's name, of a single byte written as a character, or of an id given as it is."""
     if isinstance(token, int):
         return token
     return SPECIAL_TOKENS[token] if token in SPECIAL_TOKENS else ord(token)
-
-
-# --- safetensors -----------------------------------------------------------------------------------------------------
-
-
-def write_raw(path: Path, header: bytes | Mapping[str, Any], data: bytes = b"", length: int | None = None) -> Path:
-    """Writes a RAW file: length (the header's, unless given), header (bytes, or an object to encode), data."""
-    if not isinstance(header, bytes):
-        header = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
-    return path
-
-
-def write_tensors(path: Path, tensors: Tensors, dtype: str = "float32") -> Path:
-    """Writes a safetensors file. Floating arrays are stored as `dtype` (float32, float16, bfloat16)."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    chunks, begin = [], 0
-    for name, array in tensors.items():
-        data = _encode(array, dtype)
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(array.shape), "data_offsets": [begin, begin + len(data)]}
-        chunks.append(data)
-        begin += len(data)
-    return write_raw(path, header, b"".join(chunks))
-
-
-def _encode(array: npt.NDArray[Any], dtype: str) -> bytes:
-    array = np.ascontiguousarray(array, dtype=np.float32)
-    if dtype == "float32":
-        return array.astype("<f4").tobytes()
-    if dtype == "float16":
-        return array.astype("<f2").tobytes()
-    bits = array.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()  # round to nearest, ties to even
-
-
-def write_shards(folder: Path, tensors: Tensors, dtype: str = "float32", num_shards: int = 1) -> None:
-    """Writes model.safetensors, or `num_shards` shards and model.safetensors.index.json."""
-    if num_shards == 1:
-        write_tensors(folder / "model.safetensors", tensors, dtype)
-        return
-    names = list(tensors)
-    weight_map = {}
-    for shard in range(num_shards):
-        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
-        part = names[shard * len(names) // num_shards : (shard + 1) * len(names) // num_shards]
-        write_tensors(folder / file, {name: tensors[name] for name in part}, dtype)
-        weight_map.update(dict.fromkeys(part, file))
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    """Sets keys of a JSON file's object; the value `...` removes the key. Creates the file if need be."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    for key, value in changes.items():
-        if value is ...:
-            content.pop(key, None)
-        else:
-            content[key] = value
-    path.write_text(json.dumps(content))
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
@@ -384,18 +323,26 @@ def oracle(
 ) -> tuple[list[list[int]], float]:
     """Greedy tokens of `transformers` on the CPU, each prompt alone, ignoring EOS, and the smallest top-2 logit gap.
 
-    A seed is fit for a comparison of tokens only when the gap is wide against rounding: look for one (fp32: above 0.005).
+    A seed is fit for a comparison of tokens only when the gap is wide against rounding (fp32: above 0.005): look for one.
     """
+    outputs, gaps = oracle_steps(folder, prompts, num_tokens, dtype)
+    return outputs, min(min(row) for row in gaps)
+
+
+def oracle_steps(
+    folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, dtype: str = "float32"
+) -> tuple[list[list[int]], list[list[float]]]:
+    """As `oracle`, with the top-2 logit gap of every step of every prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
     options = {"do_sample": False, "max_new_tokens": num_tokens, "output_logits": True, "return_dict_in_generate": True}
-    outputs, gap = [], math.inf
+    outputs, gaps = [], []
     for prompt in prompts:
         result = model.generate(torch.tensor([list(prompt)]), **options)
         outputs.append(result.sequences[0, len(prompt) :].tolist())
         best = torch.cat(result.logits).float().topk(2).values
-        gap = min(gap, float((best[:, 0] - best[:, 1]).min()))
-    return outputs, gap
+        gaps.append((best[:, 0] - best[:, 1]).tolist())
+    return outputs, gaps
