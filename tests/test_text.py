@@ -68,6 +68,14 @@ def test_special_token_may_be_an_object(sentencepiece: Tokenizer) -> None:
     assert (sentencepiece.bos_token, sentencepiece.bos_token_id) == ("<s>", 1)
 
 
+def test_special_tokens_map_fills_gaps(tmp_path: Path) -> None:
+    edit_json(
+        write_byte_tokenizer(tmp_path, eos=None) / "special_tokens_map.json", eos_token="<eot>", bos_token="<pad>"
+    )
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (EOT, BOS)
+
+
 @given(data=st.binary(max_size=40))
 @settings(deadline=None)
 def test_byte_level_decoding_is_that_of_the_library(byte_tokenizer: Tokenizer, data: bytes) -> None:

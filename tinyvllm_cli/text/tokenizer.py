@@ -109,8 +109,16 @@ class Tokenizer:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a model folder, {} when there is none."""
-    path = folder / "tokenizer_config.json"
+    """tokenizer_config.json of a model folder, and the special tokens that only special_tokens_map.json names."""
+    config = _read_object(folder / "tokenizer_config.json")
+    for name, token in _read_object(folder / "special_tokens_map.json").items():
+        if name in SPECIAL_TOKEN_NAMES and config.get(name) is None:
+            config[name] = token
+    return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} when there is no file."""
     if not path.is_file():
         return {}
     try:
