@@ -1,0 +1,231 @@
+// out[m, n] = sum_k x[m, k] * weight[n, k] for 1 to 8 rows m: weights are streamed once, by tensor cores.
+// x [M, K], weight [N, K] of one 16-bit dtype, out [M, N] of that dtype or fp32; contiguous.
+// Grid: at most one CTA per SM, which walks over units of 8 or 16 features; its 16 warps split K, 64 elements at a time,
+//   each through its own ring of asynchronous copies, and their partial sums are added in a fixed order.
+// Traffic: 2 N K bytes of weights, bound by bandwidth; the ring is filled before the previous kernel has ended.
+// Limits: bf16 or fp16; in_features a multiple of 8; a row's result does not depend on the number of rows.
+#include "common.cuh"
+
+namespace tinyvllm {
+namespace {
+
+constexpr int kMaxRows = 8;
+constexpr int kWarps = 16;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kTileFeatures = 8;                          // the n side of an MMA
+constexpr int kTileOutputs = kMaxRows * kTileFeatures;
+constexpr int kChunk = 64;                                // elements of K that a warp takes from each feature at once
+constexpr int kChunkVectors = kChunk / 8;
+constexpr int kStep = kWarps * kChunk;                    // elements of K that the CTA takes at once
+constexpr int kTileBytes = kTileFeatures * kChunk * 2;    // one tile, one warp, one step
+constexpr int kRingTiles = 12;                            // tiles per warp in flight: 192 KB per CTA
+constexpr int kSmallRingTiles = 4;                        // for devices with 100 KB of shared memory: 64 KB per CTA
+
+// What a lane multiplies in one step: elements 8q to 8q + 7 of both 32-element halves of its warp's chunk, of row g,
+// with g = lane / 4 and q = lane % 4. An MMA sums over k in any order if both sides agree on it, so that a 16-byte piece
+// serves as the two k-pairs of two MMAs.
+struct Piece {
+  uint4 half[2];
+};
+
+__device__ __forceinline__ int first_element(int step) {
+  return step * kStep + threadIdx.x / kWarpSize * kChunk;
+}
+
+template <typename T>
+__device__ __forceinline__ Piece load_x(const T* x, int step, int num_rows, int in_features) {
+  const int row = threadIdx.x % kWarpSize / 4;
+  Piece piece;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int k = first_element(step) + 32 * i + threadIdx.x % 4 * 8;
+    const bool valid = row < num_rows && k < in_features;
+    piece.half[i] = valid ? load16(x + static_cast<int64_t>(row) * in_features + k) : make_uint4(0, 0, 0, 0);
+  }
+  return piece;
+}
+
+// sums[row g][features 2q, 2q + 1] += x * weights; the lower eight rows of the MMA are zero.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&sums)[4], const Piece& x, const Piece& weights) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    mma_16x8x16<T>(sums, {x.half[i].x, 0, x.half[i].y, 0}, {weights.half[i].x, weights.half[i].y});
+    mma_16x8x16<T>(sums, {x.half[i].z, 0, x.half[i].w, 0}, {weights.half[i].z, weights.half[i].w});
+  }
+}
+
+// A warp's ring of kStages steps, each kTiles tiles of 8 features x 128 bytes. The 16-byte pieces of odd features are
+// stored with their halves swapped: then neither copies nor reads meet bank conflicts.
+template <typename T, int kTiles, int kStages>
+class WeightStream {
+ public:
+  __device__ WeightStream(uint4* ring, const T* weight, int out_features, int in_features, int num_steps)
+      : ring_(ring + threadIdx.x / kWarpSize * kTiles * kTileFeatures * kChunkVectors),
+        weight_(weight),
+        out_features_(out_features),
+        in_features_(in_features),
+        num_steps_(num_steps),
+        unit_(blockIdx.x) {}
+
+  // Starts the copy of the next step, if there is one, into stage `stage`, and closes its group in any case.
+  __device__ void issue(int stage) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int piece = lane % kChunkVectors;
+    const int k = first_element(step_) + piece * 8;
+    if (unit_ * kTiles * kTileFeatures < out_features_) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int local = lane / kChunkVectors + 4 * i;
+        const int feature = unit_ * kTiles * kTileFeatures + local;
+        const bool valid = feature < out_features_ && k < in_features_;
+        const int64_t offset = valid ? static_cast<int64_t>(feature) * in_features_ + k : 0;
+        copy16_async(stage_ring(stage) + local * kChunkVectors + (piece ^ (local % 2 * 4)), weight_ + offset, valid);
+      }
+    }
+    copy_commit();
+    if (++step_ == num_steps_) {
+      step_ = 0;
+      unit_ += gridDim.x;
+    }
+  }
+
+  __device__ Piece read(int stage, int tile) const {
+    const int feature = threadIdx.x % kWarpSize / 4;
+    const uint4* pieces = stage_ring(stage) + (tile * kTileFeatures + feature) * kChunkVectors;
+    const int first = threadIdx.x % 4 + feature % 2 * 4;
+    return {pieces[first], pieces[first ^ 4]};
+  }
+
+ private:
+  __device__ uint4* stage_ring(int stage) const {
+    return ring_ + stage * kWarps * kTiles * kTileFeatures * kChunkVectors;
+  }
+
+  uint4* ring_;
+  const T* weight_;
+  int out_features_;
+  int in_features_;
+  int num_steps_;
+  int unit_;
+  int step_ = 0;
+};
+
+// kHeldSteps: x is held in registers when it takes so many steps; 0: any number, x is read again for every unit.
+template <typename T, int kHeldSteps, int kTiles, int kStages>
+__global__ __launch_bounds__(kThreads, 2) void matvec_kernel(void* out, const T* x, const T* weight, int num_rows,
+                                                             int out_features, int in_features, bool float_out) {
+  extern __shared__ uint4 ring[];
+  __shared__ float partial[2][kWarps][kTiles * kTileOutputs];
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  const int num_steps = kHeldSteps > 0 ? kHeldSteps : ceil_div(in_features, kStep);
+
+  WeightStream<T, kTiles, kStages> stream(ring, weight, out_features, in_features, num_steps);
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) stream.issue(stage);
+  allow_next_kernel();
+  wait_for_previous_kernel();
+
+  constexpr int kHeld = kHeldSteps > 0 ? kHeldSteps : 1;
+  Piece held[kHeld];
+#pragma unroll
+  for (int step = 0; step < kHeld; ++step) held[step] = load_x(x, step, num_rows, in_features);
+
+  int stage = 0;
+  int buffer = 0;
+  for (int first = blockIdx.x * kTiles * kTileFeatures; first < out_features;
+       first += gridDim.x * kTiles * kTileFeatures) {
+    float sums[kTiles][4] = {};
+    const auto multiply_step = [&](const Piece& x_piece) {
+      copy_wait<kStages - 1>();
+      __syncwarp();  // this stage is complete in all lanes
+      Piece weights[kTiles];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) weights[tile] = stream.read(stage, tile);
+      __syncwarp();  // and read by all lanes
+      stream.issue(stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) multiply<T>(sums[tile], x_piece, weights[tile]);
+    };
+    if constexpr (kHeldSteps > 0) {
+#pragma unroll
+      for (int step = 0; step < kHeldSteps; ++step) multiply_step(held[step]);
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < num_steps; ++step) {
+        const Piece current = held[0];
+        held[0] = load_x(x, step + 1 == num_steps ? 0 : step + 1, num_rows, in_features);
+        multiply_step(current);
+      }
+    }
+
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      *reinterpret_cast<float2*>(&partial[buffer][warp][tile * kTileOutputs + 2 * lane]) =
+          make_float2(sums[tile][0], sums[tile][1]);
+    }
+    __syncthreads();  // the other buffer is free too: its readers have arrived here
+    if (threadIdx.x < kTiles * kTileOutputs) {
+      const int row = threadIdx.x % kTileOutputs / kTileFeatures;
+      const int feature = first + threadIdx.x / kTileOutputs * kTileFeatures + threadIdx.x % kTileFeatures;
+      if (row < num_rows && feature < out_features) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) total += partial[buffer][i][threadIdx.x];
+        const int64_t target = static_cast<int64_t>(row) * out_features + feature;
+        if (float_out) {
+          static_cast<float*>(out)[target] = total;
+        } else {
+          static_cast<T*>(out)[target] = from_float<T>(total);
+        }
+      }
+    }
+    buffer ^= 1;
+  }
+}
+
+template <typename T, int kHeldSteps, int kTiles, int kStages>
+cudaError_t launch_matvec(void* out, const T* x, const T* weight, int num_rows, int out_features, int in_features,
+                          bool float_out, cudaStream_t stream) {
+  const int num_units = ceil_div(out_features, kTiles * kTileFeatures);
+  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, 1);
+  const int num_ctas = num_units < num_sms ? num_units : num_sms;
+  const int64_t used_stages = static_cast<int64_t>(ceil_div(num_units, num_ctas)) * ceil_div(in_features, kStep);
+  const int64_t stages = used_stages < kStages ? used_stages : kStages;
+  return launch(matvec_kernel<T, kHeldSteps, kTiles, kStages>, num_ctas, kThreads,
+                stages * kWarps * kTiles * kTileBytes, stream, out, x, weight, num_rows, out_features, in_features,
+                float_out);
+}
+
+}  // namespace
+
+cudaError_t matvec(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
+                   Dtype dtype, Dtype out_dtype, cudaStream_t stream) {
+  const bool supported = num_rows >= 1 && num_rows <= kMaxRows && out_features > 0 && in_features > 0 &&
+                         in_features % 8 == 0 && (out_dtype == dtype || out_dtype == Dtype::kF32) && is_aligned16(x) &&
+                         is_aligned16(weight);
+  if (!supported) return cudaErrorInvalidValue;
+  return dispatch_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
+    const int ring_tiles = available >= 225 * 1024 ? kRingTiles : kSmallRingTiles;
+    return dispatch_int<kRingTiles, kSmallRingTiles>(ring_tiles, [&](auto tiles) {
+      const auto start = [&](auto launcher) {
+        return launcher(out, static_cast<const T*>(x), static_cast<const T*>(weight), num_rows, out_features,
+                        in_features, out_dtype == Dtype::kF32, stream);
+      };
+      switch (ceil_div(in_features, kStep)) {
+        case 1:
+          return start(launch_matvec<T, 1, 1, tiles()>);
+        case 2:
+          return start(launch_matvec<T, 2, 1, tiles()>);
+        default:
+          return start(launch_matvec<T, 0, 2, tiles() / 2>);
+      }
+    });
+  });
+}
+
+}  // namespace tinyvllm
