@@ -48,38 +48,38 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def scan_checkpoint(path: Path) -> tuple[Checkpoint, list[Fault]]:
     """What can be read of the checkpoint at `path`, and all faults. UserError when there is nothing at `path`."""
-    if os.path.isdir(path):
-        return _scan_folder(path)
     if not os.path.exists(path):
         raise UserError("there is no such file or folder", where=quote(str(path), 4096), fix="Check the path.")
+    if os.path.isdir(path):
+        weights = find_weights(path)
+        if isinstance(weights, Fault):
+            return Checkpoint(path, {}, ()), [weights]
+        path = weights
     if path.name.endswith(".json"):
         return _scan_index(path)
     return _scan_single(path)
 
 
-def _scan_folder(folder: Path) -> tuple[Checkpoint, list[Fault]]:
+def find_weights(folder: Path) -> Path | Fault:
+    """The file of a model folder that stands for its weights: an index.json or a .safetensors file."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=quote(str(folder), 4096)) from error
-    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if SINGLE_FILE + ".index.json" in indices:
-        return _scan_index(folder / f"{SINGLE_FILE}.index.json")
-    if SINGLE_FILE in names:
-        return _scan_single(folder / SINGLE_FILE)
-    if len(indices) == 1:
-        return _scan_index(folder / indices[0])
+        return Fault(quote(str(folder), 4096), f"cannot be read: {error.strerror or error}")
     weights = [name for name in names if name.endswith(".safetensors")]
-    if len(weights) == 1:
-        return _scan_single(folder / weights[0])
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    for candidates in ([SINGLE_FILE + ".index.json"], [SINGLE_FILE], indices, weights):
+        present = [name for name in candidates if name in names]
+        if len(present) == 1:
+            return folder / present[0]
     where = quote(str(folder), 4096)
     if weights:
         what = f"{len(weights)} .safetensors files, and no {SINGLE_FILE}.index.json that says how they belong together"
-        return Checkpoint(folder, {}, ()), [Fault(where, what, "Fetch the index, or give one of the files.")]
+        return Fault(where, what, "Fetch the index, or give one of the files.")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
     hint = f" (there is {quote(others[0])}, which tinyvllm does not read)" if others else ""
     what = f"no weights: neither {SINGLE_FILE} nor {SINGLE_FILE}.index.json{hint}"
-    return Checkpoint(folder, {}, ()), [Fault(where, what, "Give a folder with safetensors weights.")]
+    return Fault(where, what, "Give a folder with safetensors weights.")
 
 
 def _scan_single(path: Path) -> tuple[Checkpoint, list[Fault]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -31,7 +32,12 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Fault]]:
     if data.startswith(b"version https://git-lfs"):
         return {}, [Fault(where, "looks like a Git LFS pointer, not JSON", "Fetch the file with: git lfs pull")]
     try:
-        content = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        content = json.loads(
+            data.decode("utf-8-sig"),
+            object_pairs_hook=_object,
+            parse_float=_parse_float,
+            parse_constant=_refuse_constant,
+        )
     except UnicodeDecodeError as error:
         return {}, [Fault(where, f"is not UTF-8: byte {data[error.start]:#04x} at {error.start:,}", "Fetch it again.")]
     except (ValueError, RecursionError) as error:
@@ -49,6 +55,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {quote(twice)} occurs twice")
     return content
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{quote(text)} is too large")
+    return number
 
 
 def _refuse_constant(text: str) -> None:
