@@ -43,7 +43,7 @@ class InspectOptions:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over tensors: number, elements (a tied matrix counts once), bytes; `by_dtype` has the three for each dtype."""
+    """Sums over tensors: number, elements (a tied matrix counts once) and bytes; in `by_dtype` for each dtype."""
 
     num_tensors: int
     num_parameters: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from tinyvllm_cli.render.console import Console, one_line
@@ -10,7 +11,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tinyvllm_cli.checkpoint.config import ModelConfig
+    from tinyvllm_cli.checkpoint.header import TensorInfo
     from tinyvllm_cli.commands.inspect import InspectResult, MemoryPlan
+
+
+LISTED_TENSORS = 40
+"""More tensors than these are shown folded."""
 
 
 def show(result: InspectResult, console: Console) -> None:
@@ -34,18 +40,21 @@ def _show_tables(result: InspectResult, console: Console) -> None:
     console.heading(str(result.path))
     if result.config:
         rich.print(_pairs(_config_words(result.config, result)))
-    console.heading("Tensors")
-    rich.print(_tensors(result))
+    tensors = list(result.checkpoint.tensors.values())
+    if len(tensors) <= LISTED_TENSORS:
+        console.heading("Tensors")
+        rich.print(_tensors(tensors))
+    else:
+        console.heading("Tensors (repeated layers folded; --json lists every tensor)")
+        rich.print(_folded_tensors(tensors))
     if len(result.checkpoint.files) > 1:
         console.heading("Files")
         rich.print(_files(result))
     console.heading("Totals")
     rich.print(_totals(result))
     if result.plan:
-        limits = result.plan.limits
-        console.heading(
-            f"Buffers (T: {limits.max_batched_tokens:,} tokens a step, S: {limits.max_num_seqs:,} sequences)"
-        )
+        num_tokens, num_seqs = result.plan.limits.max_batched_tokens, result.plan.limits.max_num_seqs
+        console.heading(f"Buffers (T: {num_tokens:,} tokens a step, S: {num_seqs:,} sequences)")
         rich.print(_buffers(result.plan))
         console.heading("Memory")
         rich.print(_pairs(_memory_words(result.plan)))
@@ -94,15 +103,28 @@ def _config_words(config: ModelConfig, result: InspectResult) -> list[tuple[str,
     ]
 
 
-def _tensors(result: InspectResult) -> Table:
-    several = len(result.checkpoint.files) > 1
-    table = _table("Name", "Dtype", "Shape", "Bytes", *(["File"] if several else []), right=("Bytes", "File"))
-    numbers = {header.path: str(number) for number, header in enumerate(result.checkpoint.files, 1)}
-    for tensor in result.checkpoint.tensors.values():
-        shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        row = [one_line(tensor.name), tensor.dtype, shape, f"{tensor.nbytes:,}"]
-        table.add_row(*row, *([numbers[tensor.file]] if several else []))
+def _tensors(tensors: list[TensorInfo]) -> Table:
+    table = _table("Name", "Dtype", "Shape", "Bytes", right=("Bytes",))
+    for tensor in tensors:
+        table.add_row(one_line(tensor.name), tensor.dtype, _shape(tensor.shape), f"{tensor.nbytes:,}")
     return table
+
+
+def _folded_tensors(tensors: list[TensorInfo]) -> Table:
+    """One row for tensors whose names differ in a number only, with the sum of their bytes."""
+    groups: dict[tuple[str, str, tuple[int, ...]], list[TensorInfo]] = {}
+    for tensor in tensors:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
+        groups.setdefault((pattern, tensor.dtype, tensor.shape), []).append(tensor)
+    table = _table("Name", "Dtype", "Shape", "Count", "Bytes", right=("Count", "Bytes"))
+    for (pattern, dtype, shape), group in groups.items():
+        name = one_line(pattern if len(group) > 1 else group[0].name)
+        table.add_row(name, dtype, _shape(shape), f"{len(group):,}", f"{sum(t.nbytes for t in group):,}")
+    return table
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _files(result: InspectResult) -> Table:
