@@ -84,9 +84,9 @@ def test_interruption_before_the_model_is_there(endless: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
-def test_a_closed_pipe_ends_it_quietly(endless: Path, long_job: Path) -> None:
-    arguments = command("--model", endless, "--json", "--max-num-seqs", 4, "--prompts", long_job, "-n", 5)
-    long_job.write_text("A\n" * 5000)
+def test_a_closed_pipe_ends_it_quietly(endless: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("A\n" * 5000)
+    arguments = command("--model", endless, "--json", "--max-num-seqs", 4, "--prompts", tmp_path / "p.txt", "-n", 5)
     with subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     ) as process:

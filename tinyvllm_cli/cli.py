@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -81,6 +82,51 @@ def _program(
     ] = False,
 ) -> None:
     pass
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Model folder, .safetensors file, index.json, or demo. Default: as for generate."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+    dtype: Annotated[DType, typer.Option("--dtype", help="Of the plan; auto is the checkpoint's own.")] = DType.AUTO,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most prompts that run at once.")] = 256,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt and its answer.")] = None,
+    max_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one step.")] = 8192,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
+    memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Device memory to plan for: 80G.")
+    ] = None,
+) -> None:
+    """Show what is in a checkpoint and what it takes to run it. Reads no weights."""
+
+    def command(console: Console) -> int:
+        from tinyvllm_cli.commands.inspect import InspectOptions, run
+        from tinyvllm_cli.commands.model import DEMO, resolve_model
+        from tinyvllm_cli.render.inspect import show
+
+        target = path
+        if target is None or str(target) == DEMO:
+            model = resolve_model(str(target) if target else None)
+            console.note(model.note)
+            target = model.path
+        options = InspectOptions(
+            path=target,
+            dtype=dtype.value,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            memory=memory,
+        )
+        result = run(options)
+        show(result, console)
+        return result.exit_code
+
+    _run(command, json, quiet)
 
 
 @app.command()

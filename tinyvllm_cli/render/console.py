@@ -112,11 +112,15 @@ class Console:
             raise UserError(f"the output cannot be written: {error.strerror}", fix="Is the disk full?") from error
 
     def rich(self) -> RichConsole:
-        """A Rich console on stdout for tables; markup, emoji codes and highlighting of data are off."""
+        """A Rich console on stdout for tables; markup, emoji codes and highlighting of data are off.
+
+        Where there is no terminal whose width counts, rows are as long as they need to be.
+        """
         from rich.console import Console as RichConsole
 
         self._hide_status()
-        return RichConsole(file=self._out, markup=False, emoji=False, highlight=False, soft_wrap=False)
+        width = None if self.out_is_terminal else 1000
+        return RichConsole(file=self._out, width=width, markup=False, emoji=False, highlight=False)
 
     # Everything else
 
