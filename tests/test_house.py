@@ -36,7 +36,7 @@ RULES: dict[str, str] = {
     "tinyvllm_cli.model": "torch numpy errors ops memory checkpoint engine model",
     "tinyvllm_cli.llm": "torch errors ops reference memory checkpoint engine text model cuda_ext lazy cuda_ext",
     "tinyvllm_cli.commands": "errors memory checkpoint engine text jobs commands lazy llm lazy model",
-    "tinyvllm_cli.render": "rich typer errors memory render lazy commands",
+    "tinyvllm_cli.render": "rich typer errors memory checkpoint render lazy commands",
     "tinyvllm_cli.cli": "rich typer errors render lazy commands",
     "tinyvllm_cli.__main__": "cli",
     "tinyvllm_cli.demo": "torch numpy tokenizers safetensors demo",
