@@ -159,7 +159,7 @@ def build_library(
                 )
             )
     except (RuntimeError, OSError) as error:
-        raise _build_failure(str(error)) from error
+        raise _build_failure(f"{error}\n{error.__cause__ or ''}") from error
 
 
 @contextlib.contextmanager

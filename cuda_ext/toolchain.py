@@ -17,7 +17,7 @@ NVCC_FLAGS = (
     "-O3",
     "-std=c++17",
     "--expt-relaxed-constexpr",
-    # torch.utils.cpp_extension sets these; they are here so that `make kernels` compiles what a user's machine compiles.
+    # torch.utils.cpp_extension sets these; they are here so that `make kernels` compiles the same as a user's machine.
     "-D__CUDA_NO_HALF_OPERATORS__",
     "-D__CUDA_NO_HALF_CONVERSIONS__",
     "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",

@@ -15,6 +15,7 @@ from test_extension_bindings import declarations
 from test_extension_toolchain import program, toolkit
 
 from cuda_ext import check, toolchain
+from tinyvllm_cli.memory.plan import SAMPLE_WORKSPACE_FLOATS
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -111,13 +112,19 @@ BAD_CALLS = [
     *(("dtype", dtype) for dtype in (0, 7, -1)),
     ("head_dim", 96),
     ("head_dim", 0),
-    ("num_heads", 7),
     ("num_kv_heads", 0),
     ("block_size", 0),
     ("num_splits", 0),
     ("out_dtype", 7),
 ]
 """A parameter's value that no launcher which has the parameter supports; the other arguments are fine."""
+
+BAD_CALLS_OF = {
+    "matvec": [("num_rows", 9)],
+    "attention_decode": [("num_heads", 7)],
+    "attention_prefill": [("num_heads", 7)],
+}
+"""The same for one launcher only."""
 
 CALL_LAUNCHERS = """
 import ctypes, json, sys
@@ -172,10 +179,11 @@ def test_launchers_refuse_what_they_do_not_support(tmp_path: Path) -> None:
     bad = [
         (name, parameter, value)
         for name, parameters in declarations().items()
-        for parameter, value in [*BAD_CALLS, *([("num_rows", 9)] if name == "matvec" else [])]
+        for parameter, value in [*BAD_CALLS, *BAD_CALLS_OF.get(name, [])]
         if parameter in {known for _, known in parameters}
     ]
     calls = good + [(name, arguments_of(name, **{parameter: value})) for name, parameter, value in bad]
+    calls.append(("sample_workspace_floats", []))
     done = subprocess.run(
         [sys.executable, "-c", CALL_LAUNCHERS, str(library)],
         input=json.dumps([(symbols[name], given) for name, given in calls]),
@@ -184,8 +192,9 @@ def test_launchers_refuse_what_they_do_not_support(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    results = [int(line) for line in done.stdout.split()]
-    assert len(results) == len(calls)
+    *results, workspace_floats = [int(line) for line in done.stdout.split()]
+    assert len(results) == len(good) + len(bad)
+    assert 0 < workspace_floats <= SAMPLE_WORKSPACE_FLOATS
     refused = {name for (name, _), result in zip(good, results, strict=False) if result in (0, 1)}
     assert not refused, "good calls that are refused, or that succeed without a device"
     accepted = [call for call, result in zip(bad, results[len(good) :], strict=True) if result != 1]
