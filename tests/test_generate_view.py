@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from files import write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -280,3 +281,36 @@ def test_wrong_command_lines(tmp_path: Path, arguments: list[str], code: int, me
     assert result.stdout == ""
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [(">&-", 0, ""), ("2>&-", 0, ""), ("<&- --format text --prompts -", 1, "standard input: is closed")],
+)
+def test_closed_streams(redirection: str, code: int, message: str) -> None:
+    command = "--version" if code == 0 else "generate --model ."
+    result = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m tinyvllm_cli {command} {redirection}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert (result.returncode, message in result.stderr) == (code, True)
+    assert "Traceback" not in result.stderr
+
+
+def test_model_that_is_a_file(tmp_path: Path) -> None:
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(UserError, match="Git LFS pointer"):
+        resolve_model(str(pointer))
+    write_tensors(pointer, {})
+    with pytest.raises(UserError, match="is a file") as caught:
+        resolve_model(str(pointer))
+    assert str(tmp_path) in caught.value.fix
+
+
+def test_arguments_that_are_not_utf8() -> None:
+    with pytest.raises(UserError, match="prompt 2 is not UTF-8"):
+        from_arguments(["a", "\udcff"])

@@ -217,19 +217,16 @@ def generate(
 
 def _run(command: Callable[[Console], int], json: bool, quiet: bool) -> NoReturn:
     """Runs a command and leaves with its exit code; what the user can mend is shown without a traceback."""
+    from tinyvllm_cli.commands.interrupt import leaving_at_once
     from tinyvllm_cli.render.console import Console
 
     console = Console("json" if json else "human", quiet=quiet)
     try:
-        code = command(console)
-        sys.stdout.flush()
+        with leaving_at_once(lambda: console.note("interrupted")):
+            code = command(console)
     except UserError as error:
         console.error(error)
         code = error.exit_code
-    except KeyboardInterrupt:
-        console.status("")
-        console.note("interrupted")
-        code = ExitCode.INTERRUPTED
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE  # the reader, such as `head`, has what it wanted: end as quietly as a signal would
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,20 +1,44 @@
-"""Ctrl-C and SIGTERM as KeyboardInterrupt, but never in the middle of writing a record."""
+"""What Ctrl-C and SIGTERM do: before there is anything to keep, and while records are being made."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from tinyvllm_cli.errors import ExitCode
 
 
+@contextmanager
+def leaving_at_once(say: Callable[[], None]) -> Iterator[None]:
+    """While entered, Ctrl-C calls `say` and ends the process with exit code 130, without a KeyboardInterrupt.
+
+    For the time in which there is nothing to keep: libraries that are being imported turn the exception into others.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError, OSError):  # the signal may have come while stderr was being written
+            say()
+        os._exit(ExitCode.INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 class Interrupts:
-    """While entered, the first signal raises KeyboardInterrupt inside `allowed` blocks, at once or at the next one.
+    """Ctrl-C and SIGTERM as KeyboardInterrupt, but never in the middle of writing a record.
+
+    While entered, the first signal raises KeyboardInterrupt inside `allowed` blocks, at once or at the next one.
 
     A second signal leaves the process at once. Outside of the main thread, where Python allows no handlers, it does
     nothing.

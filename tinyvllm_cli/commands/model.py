@@ -43,6 +43,13 @@ def _named(name: str, origin: str) -> ResolvedModel:
         if name.count("/") == 1 and not name.startswith((".", "/", "~")):
             fix += f" Nothing is downloaded; if this is a Hugging Face name: hf download {name} --local-dir DIR"
         raise UserError(f"there is no {name or 'model with an empty name'}", where=origin, fix=fix)
+    if path.is_file():
+        from tinyvllm_cli.checkpoint.header import read_header
+
+        read_header(path)  # says what is wrong with a broken file
+        raise UserError(
+            f"{path} is a file; a model is a folder", where=origin, fix=f"Give the folder: {path.resolve().parent}"
+        )
     return ResolvedModel(path, f"model: {path}" + (f" (from {origin})" if origin != "--model" else ""))
 
 

@@ -99,10 +99,12 @@ class PromptSource:
 
 
 def from_arguments(texts: Sequence[str]) -> PromptSource:
-    """Prompts given on the command line. UserError when one is empty: as a rule an unset variable of the shell."""
+    """Prompts given on the command line. UserError when one is empty (as a rule an unset variable) or no UTF-8."""
     for place, text in enumerate(texts, 1):
         if not text:
             raise UserError(f"prompt {place} is empty", fix="Write a text, or leave it out.", exit_code=ExitCode.USAGE)
+        if any(0xD800 <= ord(char) < 0xE000 for char in text):
+            raise UserError(f"prompt {place} is not UTF-8", fix="Convert it to UTF-8.", exit_code=ExitCode.USAGE)
     return PromptSource("arguments", (Prompt(index, text=text) for index, text in enumerate(texts)), len(texts))
 
 
@@ -119,6 +121,8 @@ def from_file(name: str, form: Format = "auto") -> PromptSource:
     jsonl = form == "jsonl" or (form == "auto" and name.lower().endswith((".jsonl", ".ndjson")))
     if name == "-":
         shown, total = "standard input", None
+        if sys.stdin is None:
+            raise UserError("is closed", where=shown, fix="Give prompts as arguments or by --prompts FILE.")
         stream: BinaryIO = sys.stdin.buffer
     else:
         shown = name

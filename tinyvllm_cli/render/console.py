@@ -71,8 +71,8 @@ class Console:
     ) -> None:
         self.mode = mode
         self.quiet = quiet or mode == "quiet"
-        self._out = sys.stdout if out is None else out
-        self._err = sys.stderr if err is None else err
+        self._out = out or sys.stdout or _nowhere()
+        self._err = err or sys.stderr or _nowhere()
         for stream in (self._out, self._err):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -163,6 +163,11 @@ class Console:
         colored = self.err_is_terminal and self._color
         self._err.write(f"{style}{text}{_RESET}\n" if colored else text + "\n")
         self._err.flush()
+
+
+def _nowhere() -> TextIO:
+    """In place of a standard stream that the caller has closed, which Python shows as None."""
+    return open(os.devnull, "w")
 
 
 def _terminal_width(stream: TextIO) -> int:
