@@ -1,6 +1,7 @@
 """Every op against a naive computation in fp64: the reference on the CPU, the kernels on CUDA.
 
-The error may be at most twice that of the same computation in plain torch at the input's dtype, plus a floor. Outputs, unused
+The error may be at most twice that of the same computation in plain torch at the input's dtype, plus a floor.
+Outputs, unused
 cache slots and padding of the block table are poisoned before each call.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -41,7 +43,7 @@ def check(actual: Tensor, exact: Tensor, plain: Tensor) -> None:
     assert error <= 2 * allowed + FLOOR[actual.dtype], f"error {error:.3g}, plain torch {allowed:.3g}"
 
 
-def each_dtype(device: str):  # noqa: ANN201
+def each_dtype(device: str) -> Iterator[tuple[torch.dtype, torch.Generator]]:
     for dtype in dtypes_of(device):
         yield dtype, torch.Generator().manual_seed(7)
 

@@ -1,4 +1,5 @@
-"""LLM: a checkpoint made ready to run: weights on the device, memory planned, runner, scheduler and engine put together."""
+"""LLM: a checkpoint made ready to run: weights on the device, memory planned, runner, scheduler and engine put
+together."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import tinyvllm_cli.reference  # noqa: F401  (registers the CPU implementations)
-from tinyvllm_cli.checkpoint.config import read_config
+from tinyvllm_cli.checkpoint.config import ModelConfig, read_config
 from tinyvllm_cli.checkpoint.index import open_checkpoint
 from tinyvllm_cli.checkpoint.names import map_weights
 from tinyvllm_cli.checkpoint.weights import load_weights
@@ -19,12 +20,12 @@ from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.scheduler import Scheduler
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.memory.plan import KVPlan, Limits, kv_block_bytes, plan_buffers, plan_kv_cache
+from tinyvllm_cli.model.dummy import random_weights
 from tinyvllm_cli.model.runner import ModelRunner
 from tinyvllm_cli.text.chat import ChatTemplate
 from tinyvllm_cli.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tinyvllm_cli.checkpoint.config import ModelConfig
     from tinyvllm_cli.checkpoint.weights import Weights
 
 Progress = Callable[[str], None]
@@ -40,14 +41,15 @@ class LLM:
     """A model ready to generate.
 
     Args:
-        model: a Hugging Face folder.
+        model: a Hugging Face folder; or a configuration, for random weights of that shape and no tokenizer.
         device: "auto" takes CUDA when it is there and works, else the CPU; "cuda" and "cpu" insist.
         dtype: "auto" is float32 on the CPU and the checkpoint's own on CUDA; or "float32", "bfloat16", "float16".
         max_num_seqs: sequences that run at once; default 256 on CUDA, 32 on the CPU.
         max_model_len: tokens of one sequence, prompt and output; default: what the model was made for.
         max_batched_tokens: tokens of one step; longer prompts are prefilled in chunks; default 8192, on the CPU 1024.
         block_size: tokens of one KV-cache block.
-        num_kv_blocks, kv_cache_memory: size of the KV cache in blocks or bytes; default: `memory_fraction` of the device's
+        num_kv_blocks, kv_cache_memory: size of the KV cache in blocks or bytes; default: `memory_fraction` of the
+        device's
             memory less all else, on the CPU at most 4 GiB and half of what is free.
         graphs: capture decode steps in CUDA graphs.
         run_ahead: steps launched before the tokens of earlier ones are read; default 1 on CUDA, 0 on the CPU.
@@ -62,7 +64,7 @@ class LLM:
 
     def __init__(
         self,
-        model: Path,
+        model: Path | ModelConfig,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -79,14 +81,21 @@ class LLM:
     ) -> None:
         self.warnings: list[str] = []
         say: Progress = progress or (lambda text: None)
-        config = read_config(model)
-        weight_map = map_weights(config, open_checkpoint(model))
-        self.warnings += weight_map.warnings
-        self.tokenizer = Tokenizer.from_folder(model)
-        self.chat_template = ChatTemplate.from_folder(model)
+        if isinstance(model, ModelConfig):
+            config, weight_map = model, None
+        else:
+            config = read_config(model)
+            weight_map = map_weights(config, open_checkpoint(model))
+            self.warnings += weight_map.warnings
+            self.tokenizer = Tokenizer.from_folder(model)
+            self.chat_template = ChatTemplate.from_folder(model)
         self._choose_device(device, config, dtype, say)
-        say("loading weights")
-        weights = load_weights(config, weight_map, dtype=DTYPES[self.dtype], device=self.device)
+        if weight_map is None:
+            say("making random weights")
+            weights = random_weights(config, dtype=DTYPES[self.dtype], device=self.device)
+        else:
+            say("loading weights")
+            weights = load_weights(config, weight_map, dtype=DTYPES[self.dtype], device=self.device)
         self._assemble(
             config,
             weights,
@@ -200,10 +209,12 @@ def default_limits(
             where="--max-model-len",
             fix=f"Give at most {longest} (max_position_embeddings in config.json).",
         )
-    num_seqs = max_num_seqs if max_num_seqs is not None else (256 if cuda else 32)
-    if max_batched_tokens is None:
-        max_batched_tokens = max(8192 if cuda else 1024, num_seqs)
-    return Limits(num_seqs, max_batched_tokens, max_model_len if max_model_len is not None else longest, block_size)
+    num_seqs, num_tokens = max_num_seqs, max_batched_tokens
+    if num_seqs is None:
+        num_seqs = min(256 if cuda else 32, num_tokens or 256)
+    if num_tokens is None:
+        num_tokens = max(8192 if cuda else 1024, num_seqs)
+    return Limits(num_seqs, num_tokens, max_model_len if max_model_len is not None else longest, block_size)
 
 
 def available_memory() -> int:

@@ -119,7 +119,8 @@ def attention_prefill(
 
 
 def _attend(q: Tensor, kv_cache: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Online softmax over groups of blocks (Milakov, Gimelshein 2018) under one mask rule: key position <= query position.
+    """Online softmax over groups of blocks (Milakov, Gimelshein 2018) under one mask rule: key position <= query
+    position.
 
     q [S, L, Q, D], tables int32 [S, *], positions int [S, L] with -1 for padding; returns fp32 or fp64 [S, L, Q, D].
     """
@@ -202,7 +203,8 @@ def _kept_probabilities(scaled: Tensor, top_k: int, top_p: float, min_p: float) 
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in (0, 1) from the first word of Philox4x32-10, key = seed (low, high), counter = (position, 0, 0, 0)."""
+    """A number in (0, 1) from the first word of Philox4x32-10, key = seed (low, high), counter = (position, 0, 0,
+    0)."""
     mask = 0xFFFFFFFF
     key = [seed & mask, (seed >> 32) & mask]
     counter = [position & mask, 0, 0, 0]

@@ -1,6 +1,8 @@
-"""The memory plan: every buffer of a runner, its size formula, its lifetime, what it shares memory with, and the KV cache.
+"""The memory plan: every buffer of a runner, its size formula, its lifetime, what it shares memory with, and the KV
+cache.
 
-One source of truth: `inspect` prints this plan and the runner allocates exactly it. Activation buffers live in one arena.
+One source of truth: `inspect` prints this plan and the runner allocates exactly it. Activation buffers live in one
+arena.
 Each is live during some intervals of a step's stages; two buffers share memory when they are never live together, which
 `plan_buffers` decides from the lifetimes, and a test verifies by poisoning whatever the plan calls dead.
 """
@@ -136,7 +138,8 @@ def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
 def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
     """Sizes every buffer of a runner and places it; `dtype` is that of activations ("bfloat16", "float16", "float32").
 
-    In the formulas T is max_batched_tokens, S max_num_seqs, H hidden_size, I intermediate_size, V vocab_size, D head_dim,
+    In the formulas T is max_batched_tokens, S max_num_seqs, H hidden_size, I intermediate_size, V vocab_size, D
+    head_dim,
     Q and K the numbers of query and key/value heads.
     """
     t, s, h = limits.max_batched_tokens, limits.max_num_seqs, config.hidden_size
@@ -149,7 +152,8 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
     buffers = (
         Buffer("hidden", (t, h), dtype, "T x H", "residual stream", (("embedding", "final_norm"),)),
         Buffer("normed", (t, h), dtype, "T x H", "RMSNorm output", twice),
-        Buffer("qkv", (t, (q + 2 * k) * d), dtype, "T x (Q + 2K) x D", "queries, keys, values", (("qkv", "attention"),)),
+        Buffer("qkv", (t, (q + 2 * k) * d), dtype, "T x (Q + 2K) x D", "queries, keys, values",
+               (("qkv", "attention"),)),
         Buffer("attention", (t, q * d), dtype, "T x Q x D", "attention output", (("attention", "o"),)),
         Buffer("projection", (t, h), dtype, "T x H", "output of o, then of down", proj),
         Buffer("gate_up", (t, 2 * i), dtype, "T x 2I", "gate and up projections", (("gate_up", "silu_mul"),)),
@@ -164,9 +168,11 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
         Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
         Buffer("step_inputs", (3 * t + 6 * s + 64,), "int32", "3T + 6S + 64",
                "token ids, positions, slots, rows, lengths of a step", ALWAYS),
-        Buffer("decode_state", (8, padded), "int32", "8 x S, rows of 64", "rows, positions and tokens of a captured decode step", ALWAYS),
+        Buffer("decode_state", (8, padded), "int32", "8 x ceil(S / 64) x 64",
+               "rows, positions and tokens of a captured decode step", ALWAYS),
         Buffer("sampling_params", (s, 6), "int32", "S x 6", "temperature, top-k, top-p, min-p, seed per row", ALWAYS),
-        Buffer("block_table", (s, blocks), "int32", "S x ceil(max_model_len / block_size)", "KV blocks of each row", ALWAYS),
+        Buffer("block_table", (s, blocks), "int32", "S x ceil(max_model_len / block_size)",
+               "KV blocks of each row", ALWAYS),
         Buffer("rope_table", (limits.max_model_len, d), "float32", "max_model_len x D", "cosines and sines", ALWAYS),
     )  # fmt: skip
     return _place(buffers)

@@ -24,22 +24,25 @@ StageHook = Callable[[str, int], None]
 
 @dataclass(slots=True)
 class Batch:
-    """The device tensors of one step: S sequences (decodes first) and T tokens; index tensors are int32.
+    """The device tensors of one step: T tokens of D sequences that decode, then of C chunks of prefill; all int32.
 
-    token_ids, positions, slots [T]; rows, context_lens [S]; query_start [S + 1], offsets of the sequences that do not
-    decode, relative to the first token after the decodes (so that entry num_decodes is 0); sample_tokens [R] indexes the
-    tokens whose logits are wanted, None when they are all of them.
+    token_ids, positions, slots [T]; rows and context lengths of either kind [D], [C]; query_start [C + 1], offsets of
+    the
+    chunks from the first token behind the decodes; sample_tokens [R] indexes the tokens whose logits are wanted, None
+    when
+    they are all of them; max_query_len is the longest chunk.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    rows: Tensor
-    context_lens: Tensor
-    query_start: Tensor
-    sample_tokens: Tensor | None
-    num_decodes: int
-    max_query_len: int
+    decode_rows: Tensor
+    decode_lens: Tensor
+    chunk_rows: Tensor | None = None
+    chunk_lens: Tensor | None = None
+    query_start: Tensor | None = None
+    max_query_len: int = 0
+    sample_tokens: Tensor | None = None
 
 
 class Llama:
@@ -101,7 +104,7 @@ class Llama:
 
     def attend(self, out: Tensor, qkv: Tensor, kv_cache: Tensor, batch: Batch, num_splits: int) -> None:
         """Decoding rows by `attention_decode`, the chunks behind them by `attention_prefill`."""
-        n = batch.num_decodes
+        n = batch.decode_rows.size(0)
         q = qkv[:, : self.config.num_heads * self.config.head_dim]
         if n:
             ops.attention_decode(
@@ -109,22 +112,22 @@ class Llama:
                 q[:n],
                 kv_cache,
                 self.block_table,
-                batch.rows[:n],
-                batch.context_lens[:n],
+                batch.decode_rows,
+                batch.decode_lens,
                 self.buffers["attention_partials"],
                 self.buffers["attention_counters"],
                 num_splits,
                 self.scale,
             )
-        if n < batch.rows.size(0):
+        if batch.chunk_rows is not None and batch.chunk_lens is not None and batch.query_start is not None:
             ops.attention_prefill(
                 out[n:],
                 q[n:],
                 kv_cache,
                 self.block_table,
-                batch.rows[n:],
-                batch.query_start[n:],
-                batch.context_lens[n:],
+                batch.chunk_rows,
+                batch.query_start,
+                batch.chunk_lens,
                 batch.max_query_len,
                 self.scale,
             )

@@ -1,6 +1,7 @@
 """ModelRunner: turns a StepPlan into tensors, runs the model, samples, and hands the tokens back when asked.
 
-`launch` is asynchronous on CUDA: it copies what changed and starts the work on the runner's stream; `collect` waits for the
+`launch` is asynchronous on CUDA: it copies what changed and starts the work on the runner's stream; `collect` waits
+for the
 oldest launched step. What a step needs from the one before (the last token of each row) never leaves the device.
 """
 
@@ -123,7 +124,7 @@ class ModelRunner:
         if len(plan.block_updates):
             row, column, block = plan.block_updates.T
             index = torch.from_numpy(row.astype(np.int64) * self.block_table.size(1) + column)
-            blocks = torch.from_numpy(np.ascontiguousarray(block))
+            blocks = torch.from_numpy(block.copy())
             self.block_table.view(-1).index_copy_(0, self._to_device(index), self._to_device(blocks))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -145,31 +146,28 @@ class ModelRunner:
     def _eager(self, plan: StepPlan, slot: int) -> Tensor:
         self.replayed_rows = None
         n = plan.num_decodes
-        starts = np.maximum(plan.query_start - n, 0, dtype=np.int32)
-        inputs = self._upload(
-            slot,
-            [
-                plan.token_ids,
-                plan.positions,
-                plan.slots,
-                plan.rows,
-                plan.context_lens,
-                starts,
-                plan.sample_tokens,
-                plan.rows[plan.sample_seqs],
-                plan.sample_positions,
-            ],
-        )
-        token_ids, positions, slots, rows, context_lens, query_start, sample_tokens, sample_rows, sample_positions = (
-            inputs
-        )
+        arrays = [
+            plan.token_ids,
+            plan.positions,
+            plan.slots,
+            plan.rows[:n],
+            plan.context_lens[:n],
+            plan.sample_tokens,
+            plan.rows[plan.sample_seqs],
+            plan.sample_positions,
+        ]
+        if not plan.is_decode_only:
+            arrays += [plan.rows[n:], plan.context_lens[n:], plan.query_start[n:] - np.int32(n)]
+        inputs = self._upload(slot, arrays)
+        token_ids, positions, slots, rows, context_lens, sample_tokens, sample_rows, sample_positions = inputs[:8]
         if n:
-            torch.index_select(self.last_tokens, 0, rows[:n], out=token_ids[:n])
-        every = len(plan.sample_tokens) == plan.num_tokens
-        longest = int(np.diff(plan.query_start).max(initial=0))
-        batch = Batch(
-            token_ids, positions, slots, rows, context_lens, query_start, None if every else sample_tokens, n, longest
-        )
+            torch.index_select(self.last_tokens, 0, rows, out=token_ids[:n])
+        batch = Batch(token_ids, positions, slots, rows, context_lens)
+        if not plan.is_decode_only:
+            batch.chunk_rows, batch.chunk_lens, batch.query_start = inputs[8:]
+            batch.max_query_len = int(np.diff(plan.query_start[n:]).max())
+        if len(plan.sample_tokens) < plan.num_tokens:
+            batch.sample_tokens = sample_tokens
         logits = self.model.forward(batch, decode_splits(max(n, 1), self.config.num_kv_heads), self.hook)
         sampled = self.sampled[: len(plan.sample_seqs)]
         if len(plan.sample_seqs):
@@ -201,7 +199,7 @@ class ModelRunner:
         if bucket not in self.captured:
             self._capture(bucket)
             self.replayed_rows = None
-        if self.replayed_rows is None or not np.array_equal(self.replayed_rows, plan.rows):
+        if self.replayed_rows is not plan.rows:  # the scheduler keeps the array while the same rows go on
             padding = np.full(bucket - plan.num_seqs, -1, dtype=np.int32)
             rows, positions = self._upload(
                 slot, [np.concatenate((plan.rows, padding)), np.concatenate((plan.positions, padding))]
@@ -240,13 +238,14 @@ class ModelRunner:
             self.block_table,
             self.limits.block_size,
         )
-        batch = Batch(token_ids, positions, slots, rows, context_lens, rows, None, bucket, 1)
+        batch = Batch(token_ids, positions, slots, rows, context_lens)
         logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
         self._sample(self.sampled[:bucket], logits, rows, context_lens)
 
 
 class SamplingState:
-    """Sampling parameters of every row: a host mirror, copied to the device whole when some row changed (24 bytes each)."""
+    """Sampling parameters of every row: a host mirror, copied to the device whole when some row changed (24 bytes
+    each)."""
 
     def __init__(self, buffer: Tensor, max_num_seqs: int) -> None:
         self.device = buffer.view(-1)
