@@ -28,8 +28,8 @@ BUILD_TRIVIAL = """
 
     library = Path(sys.argv[1])
     def compile_trivial(folder):
-        print("building", flush=True)
         (folder / "half").write_text("half done")
+        print("building", flush=True)
         if len(sys.argv) > 2:
             time.sleep(600)
         (folder / "trivial.cpp").write_text('extern "C" int answer() { return 42; }')
