@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -148,6 +149,8 @@ def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
         )
     name = "-" if options.prompts == ("-",) else options.prompts_file
     if name is not None:
+        if name == "-" and sys.stdin is not None and sys.stdin.isatty():
+            sink.note("reading prompts from the keyboard, one a line; Ctrl-D at the beginning of a line ends them")
         return from_file(name, options.prompts_format)
     if not options.prompts:
         raise UserError(
