@@ -323,7 +323,7 @@ def oracle(
 ) -> tuple[list[list[int]], float]:
     """Greedy tokens of `transformers` on the CPU, each prompt alone, ignoring EOS, and the smallest top-2 logit gap.
 
-    A seed is fit for a comparison of tokens only when the gap is wide against rounding (fp32: above 0.005): look for one.
+    A seed is fit to compare tokens only when the gap is wide against rounding (fp32: above 0.005): look for one.
     """
     outputs, gaps = oracle_steps(folder, prompts, num_tokens, dtype)
     return outputs, min(min(row) for row in gaps)

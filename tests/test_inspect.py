@@ -268,7 +268,7 @@ def test_chat_template_in_every_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1,023 B"), (1536, "1.50 KiB"), (2**30, "1.00 GiB"), (2**51, "2,048.00 TiB")],,
+    [(0, "0 B"), (1023, "1,023 B"), (1536, "1.50 KiB"), (2**30, "1.00 GiB"), (2**51, "2,048.00 TiB")],
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
