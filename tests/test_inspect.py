@@ -23,9 +23,18 @@ from tinyvllm_cli.render.console import Console
 from tinyvllm_cli.render.inspect import show, size
 
 
-def look(path: Path, mode: Any = "human", **options: Any) -> tuple[InspectResult, str, str]:
+class Terminal(io.StringIO):
+    """Takes itself for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def look(
+    path: Path, mode: Any = "human", stream: type[io.StringIO] = io.StringIO, **options: Any
+) -> tuple[InspectResult, str, str]:
     """The result, stdout and stderr."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = stream(), io.StringIO()
     result = run(InspectOptions(path, **options))
     show(result, Console(mode, out=out, err=err))
     return result, out.getvalue(), err.getvalue()
@@ -41,9 +50,10 @@ def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_tables_fit_80_columns_and_say_it_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")  # no colours
     scaling = {**LLAMA3_SCALING, "original_max_position_embeddings": 8192}
     folder = write_rand(tmp_path / "m", rope_theta=500000.0, rope_scaling=scaling, chat_template=CHAT_TEMPLATE)
-    result, out, err = look(folder)
+    result, out, err = look(folder, stream=Terminal)
     assert result.exit_code is ExitCode.OK
     assert err == ""
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first line is the path
