@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm_cli.checkpoint.config import ModelConfig, scan_config
-from tinyvllm_cli.checkpoint.faults import Fault
+from tinyvllm_cli.checkpoint.faults import Fault, as_error
 from tinyvllm_cli.checkpoint.header import TensorInfo
 from tinyvllm_cli.checkpoint.index import Checkpoint, find_weights, scan_checkpoint
 from tinyvllm_cli.checkpoint.json_file import read_json
@@ -97,6 +97,11 @@ class InspectResult:
     @property
     def exit_code(self) -> ExitCode:
         return ExitCode.ERROR if self.faults else ExitCode.OK
+
+    @property
+    def error(self) -> UserError | None:
+        """All faults as one error for people, None when there are none."""
+        return as_error(self.faults) if self.faults else None
 
     def to_json(self) -> dict[str, Any]:
         """The object that `inspect --json` writes."""

@@ -29,10 +29,8 @@ def show(result: InspectResult, console: Console) -> None:
         console.warn(warning)
     for fault in result.unsupported:
         console.warn(f"tinyvllm cannot run this model: {fault}")
-    if result.faults:
-        from tinyvllm_cli.checkpoint.faults import as_error
-
-        console.error(as_error(result.faults))
+    if result.error:
+        console.error(result.error)
 
 
 def _show_tables(result: InspectResult, console: Console) -> None:
