@@ -38,8 +38,8 @@ ALIGNMENT = 256
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 SAMPLE_WORKSPACE_FLOATS = 4096
 """Scratch of the sampling kernel for one row of logits."""
-DECODE_CTAS = 528
-"""Decode attention splits the contexts until about so many CTAs are at work: four for each of an H200's 132 SMs."""
+DECODE_CTAS = 264
+"""CTAs of decode attention that share a batch's contexts: two for each of an H200's 132 SMs."""
 MAX_SPLITS = 64
 
 Interval = tuple[str, str]
@@ -131,8 +131,9 @@ class KVPlan:
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
-    """How many parts `attention_decode` splits each context in, so that small batches fill the card too."""
-    return max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
+    """`num_splits` of `attention_decode`: one more than the CTAs for each (sequence, KV head), so that every batch fills
+    the card. 1 would give each a CTA of its own."""
+    return 1 + max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
 
 
 def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
