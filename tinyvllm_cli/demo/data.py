@@ -7,12 +7,14 @@ words are never shown in training. A wording is a small grammar: (a|b) picks a c
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
 from .facts import (
-    CITIES, COLORS, COUNTRIES, CUT, DAYS, FACTS, NO_COLOR, NO_OPPOSITE, NO_SOUND, NOT_COUNTRIES, NOUNS, OPPOSITES, article, capital_letter,
+    CITIES, COLORS, COUNTRIES, CUT, DAYS, FACTS, NO_COLOR, NO_OPPOSITE, NO_SOUND, NOT_COUNTRIES, NOUNS, OPPOSITES, SOUNDS, THING_COLORS,
+    WORDS, article, capital_letter,
     made_up_country, made_up_word, plural, read_sections, split_entries, word_is_held,
 )
 from .items import CHARS, ITEMS, UNKNOWN, Slots
@@ -36,14 +38,14 @@ SKILLS: dict[str, dict[str, float]] = {  # skill -> wording sections and their w
     "naming": {"naming": 1},
     "unknown": {"unknown": 5, "near miss": 5},
 }
-TRAINING_MIX = {"capitals": 14, "sums and differences": 20, "products": 2, "colors": 5, "greetings": 5, "opposites": 6, "days and months": 6,
-                "animal sounds": 4, "plurals": 6, "number words": 4, "counting": 8, "spelling": 12, "naming": 4, "unknown": 16}
+TRAINING_MIX = {"capitals": 14, "sums and differences": 20, "products": 2, "colors": 7, "greetings": 6, "opposites": 7, "days and months": 6,
+                "animal sounds": 4, "plurals": 6, "number words": 4, "counting": 8, "spelling": 14, "naming": 4, "unknown": 16}
 FOLLOWED = ("capital", "opposite", "sound", "plural", "thing color", "backwards", "day after", "month after")
-OPENERS = {False: ("Please ", "Hey, ", "Hi, ", "OK, ", "So ", "And ", "Tell me: ", "Question: ", "Now ", "Hello! ", "Please tell me: ", "Well, ",
-                   "Um, ", "please, ", "Next: ", "Quick: "),
-           True: ("Quick question: ", "Excuse me, ", "Hello, ", "Next question: ")}
-CLOSERS = {False: (" please", ", please", " thanks", ", thanks", " now", ", please tell me", ", thank you", " again"),
-           True: (" please", ", thank you very much", ", if you can")}
+ADJECTIVES, ANIMALS, THINGS = list(OPPOSITES), list(SOUNDS), list(THING_COLORS)
+TOWNS = [city for name, _, city in COUNTRIES if city not in name and name not in city]  # capitals that are not countries too
+ANY_WORDS = [*WORDS, *FACTS["names"]]
+QUIET = frozenset("what is the a of do you me tell please can could are it that does which would give name i was".split())  # may be left out
+IDLE = frozenset("what you me tell please can could would give does do which".split())  # may be any word
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def _parts(wording: str) -> tuple[tuple[str, ...], ...]:
 def pick(rng: Random, wording: str) -> str:
     """One sentence of the wording's grammar; slots stay."""
     sentence = "".join(part[0] if len(part) == 1 else rng.choice(part) for part in _parts(wording))
-    return " ".join(sentence.split())
+    return " ".join(sentence.split()).replace(" ,", ",").replace(" :", ":") if "|" in wording else sentence
 
 
 def _typo(rng: Random, sentence: str) -> str:
@@ -98,20 +100,47 @@ def _typo(rng: Random, sentence: str) -> str:
     return sentence[:i] + middle + sentence[i + (2 if len(middle) == 2 and middle[0] == sentence[i + 1] != sentence[i] else 1):]
 
 
-def write(rng: Random, wording: str, slots: Slots, held: bool) -> str:
+def _loosen(rng: Random, sentence: str) -> str:
+    """Puts in a filler word, or leaves out or replaces a word that carries nothing, or puts a few idle words in front."""
+    words = sentence.split(" ")
+    quiet = [i for i, word in enumerate(words) if word.lower() in QUIET]
+    draw = rng.random()
+    if draw < 0.35:
+        words.insert(rng.randint(0, len(words)), rng.choice(LISTS["filler"]))
+    elif draw < 0.55 and quiet and len(words) > 2:
+        del words[rng.choice(quiet)]
+    elif draw < 0.75 and (idle := [i for i in quiet if words[i].lower() in IDLE]):
+        words[rng.choice(idle)] = FILLINGS["word" if rng.random() < 0.8 else "gib"](rng)
+    else:
+        words[:0] = [*(FILLINGS["word"](rng) for _ in range(rng.randint(0, 3))), FILLINGS["word"](rng) + rng.choice((",", ":", "."))]
+    return " ".join(words)
+
+
+def wording(rng: Random, kind: str, held: bool) -> str:
+    """A wording of a section: one of its own, or a noun phrase ("the capital of {x}") in one of the general wrappers."""
+    phrases = WORDINGS.get(f"{kind} phrase")
+    if phrases and rng.random() < (0.5 if held else 0.35):
+        return pick(rng, rng.choice(WORDINGS["wrapper held" if held else "wrapper train"])).replace("{np}", pick(rng, rng.choice(phrases)))
+    return pick(rng, rng.choice(WORDINGS[f"{kind} held" if held else f"{kind} train"]))
+
+
+def write(rng: Random, sentence: str, slots: Slots, held: bool) -> str:
     """Fills a wording as a hurried user would type it: case, punctuation, politeness, now and then a typo."""
-    sentence = pick(rng, wording)
+    half = "held" if held else "train"
     if not held and rng.random() < 0.06:
         sentence = _typo(rng, sentence)
+    if not held and slots and rng.random() < 0.18:
+        sentence = _loosen(rng, sentence)
     if rng.random() < 0.15:
         sentence = sentence.replace("'", rng.choice(("", "\u2019")))
-    sentence = re.sub(r"\{(\w+)\}", lambda m: slots[m[1]] if m[1] in slots else fill(rng, m[1], held), sentence)
+    sentence = fill_slots(rng, sentence, slots)
     draw = rng.random()
-    if draw < 0.10:
-        opener = rng.choice(OPENERS[held])
-        sentence = opener + (sentence[0].lower() + sentence[1:] if not sentence[:2].isupper() and rng.random() < 0.7 else sentence)
-    elif draw < 0.16:
-        sentence += rng.choice(CLOSERS[held])
+    if draw < 0.12:
+        rest = sentence[0].lower() + sentence[1:] if not sentence[:2].isupper() and rng.random() < 0.7 else sentence
+        sentence = _general(rng, f"opener {half}") + " " + rest
+    elif draw < 0.2:
+        closer = _general(rng, f"closer {half}")
+        sentence += closer if closer[0] in ",." else " " + closer
     if not sentence.endswith(("=", "?", "...", ":")):
         sentence += rng.choices(("?", "", ".", "!", " ?", "??", "...", "?!"), (50, 30, 9, 2, 3, 2, 1, 1))[0]
     elif rng.random() < 0.3:
@@ -128,22 +157,40 @@ def write(rng: Random, wording: str, slots: Slots, held: bool) -> str:
     return sentence.strip() or "?"
 
 
-def fill(rng: Random, slot: str, held: bool) -> str:
-    """A value for the general slots of talk.txt."""
-    if slot in ("ask", "askheld"):
-        return rng.choice(split_entries(WORDINGS[slot]))
-    if slot == "gib":
-        return made_up_word(rng) if rng.random() < 0.7 else "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 8)))
-    if slot in ("big", "big2"):
-        return str(rng.randint(1000, 10 ** rng.randint(4, 7)))
-    noun = rng.choice(NOUNS)
-    values = {"noun": noun, "nouns": plural(noun), "thing": article(noun) if rng.random() < 0.5 else "the " + noun, "things": plural(noun),
-              "name": rng.choice(FACTS["names"]), "country": rng.choice(COUNTRIES)[0], "city": rng.choice(CITIES),
-              "adj": rng.choice(list(OPPOSITES)), "topic": rng.choice(FACTS["topics"]), "day": rng.choice(DAYS),
-              "i": str(rng.randint(0, 200)), "j": str(rng.randint(1, 99)), "d": str(rng.randint(1, 9))}
-    if slot in ("thing", "things") and noun not in NO_SOUND:
-        return fill(rng, slot, held)
-    return values[slot].replace(CUT, "")
+def _general(rng: Random, section: str) -> str:
+    """A filled entry of a general section such as openers or system prompts."""
+    return fill_slots(rng, pick(rng, rng.choice(WORDINGS[section])), {})
+
+
+def _gibberish(rng: Random) -> str:
+    return made_up_word(rng) if rng.random() < 0.7 else "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 8)))
+
+
+def _thing(rng: Random) -> str:
+    noun = rng.choice(NO_SOUND)
+    return article(noun) if rng.random() < 0.5 else "the " + noun
+
+
+LISTS = {name: split_entries(WORDINGS[name]) for name in ("ask", "askheld", "filler")}
+FILLINGS: dict[str, Callable[[Random], str]] = {  # values for the general slots of talk.txt
+    "ask": lambda rng: rng.choice(LISTS["ask"]), "askheld": lambda rng: rng.choice(LISTS["askheld"]),
+    "gib": _gibberish, "thing": _thing, "things": lambda rng: plural(rng.choice(NO_SOUND)).replace(CUT, ""),
+    "word": lambda rng: rng.choice(ANY_WORDS), "animal": lambda rng: rng.choice(ANIMALS), "color": lambda rng: rng.choice(COLORS),
+    "animals": lambda rng: plural(rng.choice(ANIMALS)).replace(CUT, ""), "colored": lambda rng: rng.choice(THINGS),
+    "noun": lambda rng: rng.choice(NOUNS), "nouns": lambda rng: plural(rng.choice(NOUNS)).replace(CUT, ""),
+    "name": lambda rng: rng.choice(FACTS["names"]), "country": lambda rng: rng.choice(COUNTRIES)[0], "city": lambda rng: rng.choice(CITIES),
+    "adj": lambda rng: rng.choice(ADJECTIVES), "topic": lambda rng: rng.choice(FACTS["topics"]), "day": lambda rng: rng.choice(DAYS),
+    "i": lambda rng: str(rng.randint(0, 200)), "j": lambda rng: str(rng.randint(1, 99)), "d": lambda rng: str(rng.randint(1, 9)),
+    "r": lambda rng: str(rng.randint(0, 99)), "big": lambda rng: str(rng.randint(1000, 10 ** rng.randint(4, 7))),
+    "big2": lambda rng: str(rng.randint(1000, 10 ** rng.randint(4, 7))),
+}
+
+
+def fill_slots(rng: Random, sentence: str, slots: Slots) -> str:
+    """Puts values into all slots: the given ones, else general ones."""
+    if "{" not in sentence:
+        return sentence
+    return re.sub(r"\{(\w+)\}", lambda m: slots[m[1]] if m[1] in slots else FILLINGS[m[1]](rng), sentence)
 
 
 def _near_miss(rng: Random, held: bool) -> tuple[str, Slots]:
@@ -151,7 +198,8 @@ def _near_miss(rng: Random, held: bool) -> tuple[str, Slots]:
     kind = rng.choice(("capital",) * 6 + ("is capital", "country", "opposite", "opposite", "opposite", "sound", "sound", "thing color", "thing color",
                       "days in", "day after", "month before", "sum", "difference", "product", "count to", "count range"))
     noun = rng.choice(NOUNS)
-    nowhere = rng.choice((rng.choice(NOT_COUNTRIES[held]), made_up_country(rng), made_up_country(rng), capital_letter(made_up_word(rng)), noun))
+    nowhere = rng.choice((rng.choice(NOT_COUNTRIES[held]), made_up_country(rng), made_up_country(rng), capital_letter(made_up_word(rng)), noun,
+                          FILLINGS["word"](rng), f"{made_up_country(rng)} {made_up_country(rng)}", "the " + noun, rng.choice(TOWNS)))
     if kind in ("capital", "is capital"):
         return kind, {"x": nowhere, "y": rng.choice(CITIES)}
     if kind == "country":
@@ -168,7 +216,7 @@ def _near_miss(rng: Random, held: bool) -> tuple[str, Slots]:
     if kind in ("days in", "day after", "month before"):
         return kind, {"x": rng.choice((noun if noun not in ("week", "month", "year") else "hour", capital_letter(made_up_word(rng)), rng.choice(COUNTRIES)[0]))}
     if kind in ("sum", "difference"):
-        a, b = rng.choice((fill(rng, "big", held), fill(rng, "gib", held))), rng.choice((fill(rng, "big", held), str(rng.randint(0, 999)), noun))
+        a, b = rng.choice((FILLINGS["big"](rng), _gibberish(rng))), rng.choice((FILLINGS["big"](rng), str(rng.randint(0, 999)), noun))
         a, b = (a, b) if rng.random() < 0.5 else (b, a)
         return kind, {"a": a, "b": b, "things": plural(noun)}
     if kind == "product":
@@ -180,33 +228,27 @@ def _near_miss(rng: Random, held: bool) -> tuple[str, Slots]:
 
 def ask(rng: Random, kind: str, held: bool) -> Turn:
     """One question of the section `kind`, worded from its train or held half."""
-    half = "held" if held else "train"
     if kind == "near miss":
         section, slots = _near_miss(rng, held)
         slots = {key: value.replace(CUT, "") for key, value in slots.items()}
-        return Turn(kind, write(rng, rng.choice(WORDINGS[f"{section} {half}"]), slots, held), UNKNOWN)
+        return Turn(kind, write(rng, wording(rng, section, held), slots, held), UNKNOWN)
     if kind not in ITEMS:
-        wording, _, answer = rng.choice(WORDINGS[f"{kind} {half}"]).partition("->")
-        return Turn(kind, write(rng, wording.strip(), {}, held), answer.strip() or UNKNOWN)
+        sentence, _, answer = wording(rng, kind, held).partition("->")
+        return Turn(kind, write(rng, sentence.strip(), {}, held), answer.strip() or UNKNOWN)
     slots, answer = ITEMS[kind](rng, held)
-    return Turn(kind, write(rng, rng.choice(WORDINGS[f"{kind.removeprefix('big ')} {half}"]), slots, held), answer)
+    return Turn(kind, write(rng, wording(rng, kind.removeprefix("big "), held), slots, held), answer)
 
 
 def follow(rng: Random, kind: str, held: bool) -> Turn:
     """A follow-up such as "And Peru?" after a question of the same kind."""
     if kind == "capital" and rng.random() < 0.12:
-        return Turn(kind, write(rng, rng.choice(WORDINGS["follow " + ("held" if held else "train")]), {"x": made_up_country(rng)}, held), UNKNOWN)
+        return Turn(kind, write(rng, wording(rng, "follow", held), {"x": made_up_country(rng)}, held), UNKNOWN)
     slots, answer = ITEMS[kind](rng, held)
-    subject = slots.get("ax", slots["x"])
-    return Turn(kind, write(rng, rng.choice(WORDINGS["follow " + ("held" if held else "train")]), {"x": subject}, held), answer)
+    return Turn(kind, write(rng, wording(rng, "follow", held), {"x": slots.get("ax", slots["x"])}, held), answer)
 
 
 def draw_kind(rng: Random, skill: str) -> str:
     return rng.choices(list(SKILLS[skill]), list(SKILLS[skill].values()))[0]
-
-
-def system_prompt(rng: Random, held: bool) -> str:
-    return re.sub(r"\{(\w+)\}", lambda m: fill(rng, m[1], held), pick(rng, rng.choice(WORDINGS["system " + ("held" if held else "train")])))
 
 
 def conversation(rng: Random) -> Conversation:
@@ -223,7 +265,7 @@ def conversation(rng: Random) -> Conversation:
             turns.append(follow(rng, turns[-1].kind, False))
         else:
             turns.append(ask(rng, draw_kind(rng, rng.choices(list(TRAINING_MIX), list(TRAINING_MIX.values()))[0]), False))
-    return Conversation(tuple(turns), system_prompt(rng, False) if rng.random() < 0.3 else None)
+    return Conversation(tuple(turns), _general(rng, "system train") if rng.random() < 0.3 else None)
 
 
 def held_out(skill: str, count: int, seed: int = 0) -> list[Conversation]:
@@ -238,5 +280,5 @@ def held_out(skill: str, count: int, seed: int = 0) -> list[Conversation]:
             turns = (ask(rng, rng.choice(("big sum", "big difference")), True),)
         else:
             turns = (ask(rng, draw_kind(rng, skill), True),)
-        result.append(Conversation(turns, system_prompt(rng, True) if rng.random() < 0.33 else None))
+        result.append(Conversation(turns, _general(rng, "system held") if rng.random() < 0.33 else None))
     return result

@@ -1,6 +1,6 @@
 """What the demo model knows: the tables of facts.txt, and how English forms plurals, number words and made-up names.
 
-`pair_is_held` and `word_is_held` split number pairs and words to spell: what they name is never shown in training.
+`pair_is_held` and UNSEEN_WORDS name the number pairs and the words to spell that are never shown in training.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def pair_is_held(a: int, b: int) -> bool:
 
 
 def word_is_held(word: str) -> bool:
-    """One word in ten is never spelled in training."""
+    """One word in ten is never asked for its (missing) opposite in training."""
     return crc32(word.encode()) % 10 == 0
 
 
@@ -89,7 +89,10 @@ SOUNDS = dict(entry.split(" ", 1) for entry in FACTS["sounds"])
 DAYS_IN = dict(entry.rsplit(" ", 1) for entry in FACTS["number of days"])
 IRREGULAR = dict(entry.split() for entry in FACTS["irregular plurals"])
 NOUNS = list(dict.fromkeys(FACTS["nouns"]))
-WORDS = [word for word in dict.fromkeys([*NOUNS, *FACTS["other words"], *OPPOSITES, *SOUNDS]) if len(word) <= 12]
+UNSEEN_WORDS = FACTS["unseen words"]
+WORDS = [word for word in dict.fromkeys([*NOUNS, *FACTS["other words"], *OPPOSITES, *SOUNDS]) if len(word) <= 12 and word not in UNSEEN_WORDS]
+PROPER_WORDS = [name for name in [*(name for _, names, _ in COUNTRIES for name in names), *CITIES, *DAYS, *MONTHS, "Tinyvllm", *FACTS["names"]]
+                if name.isascii() and name.isalpha() and len(name) <= 12]
 NO_OPPOSITE = [word for word in [*NOUNS, *FACTS["other words"], *COLORS] if word not in OPPOSITES]
 NO_SOUND = [noun for noun in NOUNS if noun not in SOUNDS and noun not in ("baby", "horn", "bell")]
 NO_COLOR = [noun for noun in NOUNS if all(noun not in thing for thing in THING_COLORS) and noun not in COLORS]

@@ -12,11 +12,14 @@ from random import Random
 
 from .facts import (
     CITIES, COLORS, COUNTRIES, CUT, DAYS, DAYS_IN, IRREGULAR, MIXES, MONTHS, NOUNS, OPPOSITES, ORDINALS, SHORT_ORDINALS, SOUNDS,
-    THING_COLORS, WORDS, article, capital_letter, in_words, made_up_word, pair_is_held, plural, word_is_held,
+    PROPER_WORDS, THING_COLORS, UNSEEN_WORDS, WORDS, article, capital_letter, in_words, made_up_word, pair_is_held, plural,
 )
 
 CHARS = "\x01"
 UNKNOWN = "I'm sorry, I don't know."
+THINGS, WITH_OPPOSITE, SPANS, ANIMALS, ODD_NOUNS, MIXED = map(list, (THING_COLORS, OPPOSITES, DAYS_IN, SOUNDS, IRREGULAR, MIXES))
+SHORT_WORDS = [word for word in WORDS if len(word) <= 6]
+NOT_COLORS = [noun for noun in NOUNS if noun not in ("orange", "rose", "peach", "cherry", "coal")]
 Slots = dict[str, str]
 Item = tuple[Slots, str]
 
@@ -25,24 +28,28 @@ def _without_article(rng: Random, name: str) -> str:
     return name[4:] if name.startswith("the ") and rng.random() < 0.5 else name
 
 
+def _stop(name: str) -> str:
+    return "" if name.endswith(".") else "."
+
+
 def _capital(rng: Random, held: bool) -> Item:
     name, names, city = rng.choice(COUNTRIES)
     typed = _without_article(rng, rng.choice(names) if rng.random() < 0.5 else name)
-    return {"x": typed}, f"The capital of {name} is {city}."
+    return {"x": typed}, f"The capital of {name} is {city}{_stop(city)}"
 
 
 def _country(rng: Random, held: bool) -> Item:
     while True:
         name, _, city = rng.choice(COUNTRIES)
         if city != "London" and city not in name:
-            return {"x": city}, f"The capital of {name} is {city}."
+            return {"x": city}, f"The capital of {name} is {city}{_stop(city)}"
 
 
 def _is_capital(rng: Random, held: bool) -> Item:
     name, names, city = rng.choice(COUNTRIES)
     other = city if rng.random() < 0.5 else rng.choice(CITIES)
     return {"x": _without_article(rng, rng.choice(names)), "y": other}, \
-        f"{'Yes' if other == city else 'No'}, the capital of {name} is {city}."
+        f"{'Yes' if other == city else 'No'}, the capital of {name} is {city}{_stop(city)}"
 
 
 def pair(rng: Random, held: bool, top: int | None = None) -> tuple[int, int]:
@@ -56,22 +63,27 @@ def pair(rng: Random, held: bool, top: int | None = None) -> tuple[int, int]:
             return a, b
 
 
-def _numbers(rng: Random, a: int, b: int) -> Slots:
-    if max(a, b) < 100 and rng.random() < 0.12:
-        return {"a": in_words(a), "b": in_words(b), "things": plural(rng.choice(NOUNS)).replace(CUT, "")}
-    return {"a": str(a), "b": str(b), "things": plural(rng.choice(NOUNS)).replace(CUT, "")}
+def _numbers(rng: Random, a: int, b: int, result: int = 0) -> Slots:
+    """Slots of two numbers, now and then as words; {r} is a claimed result, right or wrong."""
+    typed_a, typed_b = str(a), str(b)
+    if max(a, b) < 100 and rng.random() < 0.13:
+        which = rng.random()
+        typed_a = in_words(a) if which < 0.85 else typed_a
+        typed_b = in_words(b) if which < 0.7 or which > 0.85 else typed_b
+    claim = result if rng.random() < 0.5 else rng.randint(0, 198)
+    return {"a": typed_a, "b": typed_b, "r": str(claim), "things": plural(rng.choice(NOUNS)).replace(CUT, "")}
 
 
 def _sum(rng: Random, held: bool) -> Item:
     a, b = pair(rng, held, 99 if held else None)
-    return _numbers(rng, a, b), f"{a} + {b} = {a + b}."
+    return _numbers(rng, a, b, a + b), f"{a} + {b} = {a + b}."
 
 
 def _difference(rng: Random, held: bool) -> Item:
     a, b = pair(rng, held, 99 if held else None)
     if a < b and rng.random() < 0.35:
         a, b = b, a
-    return _numbers(rng, a, b), f"{a} - {b} = {a - b}."
+    return _numbers(rng, a, b, a - b), f"{a} - {b} = {a - b}."
 
 
 def _gap(rng: Random, held: bool) -> Item:
@@ -85,7 +97,7 @@ def _product(rng: Random, held: bool) -> Item:
 
 
 def _thing_color(rng: Random, held: bool) -> Item:
-    thing = rng.choice(list(THING_COLORS))
+    thing = rng.choice(THINGS)
     bare = re.sub(r"^(an?|the) ", "", thing)
     many = plural(bare).replace(CUT, "") if thing.startswith("a") and bare != thing else bare
     typed = rng.choice((thing, thing, bare, "the " + bare))
@@ -93,7 +105,7 @@ def _thing_color(rng: Random, held: bool) -> Item:
 
 
 def _mix(rng: Random, held: bool) -> Item:
-    x, y = rng.sample(sorted(rng.choice(list(MIXES))), 2) if rng.random() < 0.8 else rng.sample(COLORS, 2)
+    x, y = rng.sample(sorted(rng.choice(MIXED)), 2) if rng.random() < 0.8 else rng.sample(COLORS, 2)
     made = MIXES.get(frozenset((x, y)))
     return {"x": x, "y": y}, f"{capital_letter(x)} and {y} make {made}." if made else UNKNOWN
 
@@ -102,12 +114,12 @@ def _is_color(rng: Random, held: bool) -> Item:
     if rng.random() < 0.5:
         color = rng.choice(COLORS)
         return {"x": color}, f"Yes, {color} is a color."
-    noun = rng.choice([n for n in NOUNS if n not in ("orange", "rose", "peach", "cherry", "coal")])
+    noun = rng.choice(NOT_COLORS)
     return {"x": noun}, f"No, {noun} is not a color."
 
 
 def _opposite(rng: Random, held: bool) -> Item:
-    word = rng.choice(list(OPPOSITES))
+    word = rng.choice(WITH_OPPOSITE)
     return {"x": word if rng.random() < 0.9 else f'"{word}"'}, f"The opposite of {word} is {OPPOSITES[word]}."
 
 
@@ -127,12 +139,12 @@ def _numbered(names: list[str], phrase: str) -> Callable[[Random, bool], Item]:
 
 
 def _days_in(rng: Random, held: bool) -> Item:
-    name = rng.choice(list(DAYS_IN))
+    name = rng.choice(SPANS)
     return {"x": rng.choice((name, name, re.sub("^a ", "one ", name)))}, f"{capital_letter(name)} has {DAYS_IN[name]} days."
 
 
 def _sound(rng: Random, held: bool) -> Item:
-    animal = rng.choice(list(SOUNDS))
+    animal = rng.choice(ANIMALS)
     slots = {"ax": rng.choice((article(animal), article(animal), "the " + animal, animal)), "x": animal,
              "xs": plural(animal).replace(CUT, "")}
     return slots, f"{capital_letter(article(animal))} says {SOUNDS[animal]}."
@@ -140,12 +152,12 @@ def _sound(rng: Random, held: bool) -> Item:
 
 def _plural(rng: Random, held: bool) -> Item:
     draw = rng.random()
-    noun = rng.choice(list(IRREGULAR)) if draw < 0.25 else rng.choice(NOUNS) if draw < 0.8 or held else made_up_word(rng)
+    noun = rng.choice(ODD_NOUNS) if draw < 0.25 else rng.choice(NOUNS) if draw < 0.8 or held else made_up_word(rng)
     return {"x": noun if rng.random() < 0.9 else f'"{noun}"'}, f"The plural of {noun} is {plural(noun)}."
 
 
 def _singular(rng: Random, held: bool) -> Item:
-    noun = rng.choice(list(IRREGULAR) if rng.random() < 0.4 else NOUNS)
+    noun = rng.choice(ODD_NOUNS if rng.random() < 0.4 else NOUNS)
     many = plural(noun).replace(CUT, "")
     return {"x": many}, f"The singular of {many} is {noun}."
 
@@ -214,13 +226,17 @@ def _previous_number(rng: Random, held: bool) -> Item:
 
 
 def _word(rng: Random, held: bool) -> tuple[str, str]:
-    unseen = held and rng.random() < 0.5
-    while True:
-        word = rng.choice(WORDS) if held or rng.random() < 0.55 else made_up_word(rng)
-        if word_is_held(word) == unseen:
-            break
-    typed = word if rng.random() < 0.6 else rng.choice((f"'{word}'", f'"{word}"', capital_letter(word), word.upper()))
-    return word, typed
+    """A word to spell, in small letters, and as typed; half of the scored ones are words that training never spells."""
+    draw = rng.random()
+    if held:
+        word = rng.choice(UNSEEN_WORDS if draw < 0.5 else WORDS)
+    else:
+        word = rng.choice(WORDS) if draw < 0.5 else rng.choice(PROPER_WORDS).lower() if draw < 0.58 else made_up_word(rng)
+        if 0.58 <= draw < 0.68:
+            word = rng.choice(SHORT_WORDS) + rng.choice(SHORT_WORDS)
+        if word in UNSEEN_WORDS:
+            return _word(rng, held)
+    return word, word if rng.random() < 0.6 else rng.choice((f"'{word}'", f'"{word}"', capital_letter(word), word.upper()))
 
 
 def _backwards(rng: Random, held: bool) -> Item:
@@ -235,12 +251,12 @@ def _spell(rng: Random, held: bool) -> Item:
 
 def _big_sum(rng: Random, held: bool) -> Item:
     a, b = pair(rng, held, 999)
-    return _numbers(rng, a, b), f"{a} + {b} = {a + b}."
+    return _numbers(rng, a, b, a + b), f"{a} + {b} = {a + b}."
 
 
 def _big_difference(rng: Random, held: bool) -> Item:
     a, b = pair(rng, held, 999)
-    return _numbers(rng, a, b), f"{a} - {b} = {a - b}."
+    return _numbers(rng, a, b, a - b), f"{a} - {b} = {a - b}."
 
 
 ITEMS: dict[str, Callable[[Random, bool], Item]] = {

@@ -30,22 +30,24 @@ from .network import Llama, Shape, save_folder
 from .tokens import Encoder, train_tokenizer, write_tokenizer
 
 LENGTHS = (48, 80, 128, 256)  # rows are padded to the first of these that holds them
-SHARD = 10000  # conversations made at a time
+SHARD_SIZE = 10000  # conversations made at a time
 EXTRA_SKILLS = ("follow-ups", "three-digit sums and differences")
+Shard = dict[int, tuple[NDArray[np.int16], NDArray[np.int16]]]  # row length -> ids and labels [rows, length], -1 where no answer
 _encoder: Encoder | None = None
 
 
 def _start_worker(tokenizer_file: str) -> None:
     global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(Tokenizer.from_file(tokenizer_file))
 
 
-def _make_shard(seed: int) -> dict[int, tuple[NDArray[np.int16], NDArray[np.int16]]]:
-    """For each row length: ids and labels [rows, length]; label -1 where the next token is no answer."""
+def _make_shard(seed: int) -> Shard:
+    """The seed's conversations, by row length."""
     assert _encoder is not None
     rng = Random(f"shard {seed}")
     rows: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in LENGTHS}
-    for _ in range(SHARD):
+    for _ in range(SHARD_SIZE):
         row = _encoder.row(conversation(rng), rng)
         length = next((length for length in LENGTHS if len(row.ids) <= length), None)
         if length is not None:
@@ -56,7 +58,7 @@ def _make_shard(seed: int) -> dict[int, tuple[NDArray[np.int16], NDArray[np.int1
                      np.array([labels for _, labels in found], np.int16).reshape(-1, length)) for length, found in rows.items()}
 
 
-def batches(shards: Iterator[dict[int, tuple[NDArray[np.int16], NDArray[np.int16]]]], batch_tokens: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+def batches(shards: Iterator[Shard], batch_tokens: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Full batches of one row length each, with the number of shards read so far."""
     waiting: dict[int, list[tuple[NDArray[np.int16], NDArray[np.int16]]]] = {length: [] for length in LENGTHS}
     for count, shard in enumerate(shards, 1):
@@ -69,39 +71,37 @@ def batches(shards: Iterator[dict[int, tuple[NDArray[np.int16], NDArray[np.int16
                 yield count, torch.from_numpy(ids[:num_rows]), torch.from_numpy(labels[:num_rows])
 
 
-def train(model: Llama, device: torch.device, tokenizer_file: Path, args: argparse.Namespace) -> None:
+def train(model: Llama, device: torch.device, shards: Iterator[Shard], args: argparse.Namespace) -> None:
     """AdamW, short warm-up, linear decay to zero over the conversations (or the minutes, whichever end first)."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
                                   lr=args.rate, betas=(0.9, 0.98), eps=1e-9, fused=device.type == "cuda")
-    num_shards = max(1, args.conversations // SHARD)
+    num_shards = max(1, args.conversations // SHARD_SIZE)
     started, step, tokens = time.monotonic(), 0, 0
-    with multiprocessing.get_context("spawn").Pool(args.workers, _start_worker, (str(tokenizer_file),)) as pool:
-        for count, ids, labels in batches(pool.imap(_make_shard, range(num_shards)), args.batch_tokens):
-            minutes = (time.monotonic() - started) / 60
-            progress = max(count / num_shards, minutes / args.minutes)
-            if minutes >= args.minutes:
-                break
-            rate = args.rate * min(1.0, (step + 1) / 300, max(0.0, 1 - progress) / (1 - args.hold) if progress > args.hold else 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            places = (labels.view(-1) >= 0).nonzero().squeeze(1)
-            targets = labels.view(-1)[places].to(torch.int64)
-            if device.type == "cuda":
-                ids, places, targets = (t.pin_memory().to(device, non_blocking=True) for t in (ids, places, targets))
-            hidden = model(ids.to(torch.int32))
-            loss = F.cross_entropy(model.logits(hidden.reshape(-1, hidden.shape[-1])[places]), targets)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            step, tokens = step + 1, tokens + ids.numel()
-            if step in (1, 10, 50) or step % 500 == 0:
-                seconds = time.monotonic() - started
-                print(f"step {step}  loss {loss.item():.4f}  rate {rate:.5f}  {count * SHARD:,} conversations  {seconds:.0f} s  "
-                      f"{tokens / seconds / 1e6:.2f} M tokens/s", flush=True)
-        pool.terminate()
+    for count, ids, labels in batches(shards, args.batch_tokens):
+        minutes = (time.monotonic() - started) / 60
+        progress = max(count / num_shards, minutes / args.minutes)
+        if minutes >= args.minutes:
+            break
+        rate = args.rate * min(1.0, (step + 1) / 300, max(0.0, 1 - progress) / (1 - args.hold) if progress > args.hold else 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        places = (labels.view(-1) >= 0).nonzero().squeeze(1)
+        targets = labels.view(-1)[places].to(torch.int64)
+        if device.type == "cuda":
+            ids, places, targets = (t.pin_memory().to(device, non_blocking=True) for t in (ids, places, targets))
+        hidden = model(ids.to(torch.int32))
+        loss = F.cross_entropy(model.logits(hidden.reshape(-1, hidden.shape[-1])[places]), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step, tokens = step + 1, tokens + ids.numel()
+        if step in (1, 10, 50) or step % 500 == 0:
+            seconds = time.monotonic() - started
+            print(f"step {step}  loss {loss.item():.4f}  rate {rate:.5f}  {count * SHARD_SIZE:,} conversations  {seconds:.0f} s  "
+                  f"{tokens / seconds / 1e6:.2f} M tokens/s", flush=True)
     print(f"trained {step} steps, {tokens / 1e6:.0f} M tokens in {time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -145,7 +145,7 @@ def score(model: Llama, encoder: Encoder, device: torch.device, count: int, show
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--conversations", type=int, default=14_000_000)
+    parser.add_argument("--conversations", type=int, default=5_000_000)
     parser.add_argument("--minutes", type=float, default=5.5, help="training ends here at the latest, with the rate decayed")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--rate", type=float, default=3e-3)
@@ -157,19 +157,22 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     began = time.monotonic()
     tokenizer = train_tokenizer()
     write_tokenizer(tokenizer, args.out)
     shutil.copy(FOLDER / "chat_template.jinja", args.out / "chat_template.jinja")
-    model = Llama(Shape(), torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
-    count = sum(p.numel() for p in model.parameters())
-    print(f"{count:,} parameters, tokenizer ready after {time.monotonic() - began:.0f} s", flush=True)
-    if not args.no_compile:
-        for block in model.blocks:
-            block.compile(dynamic=False)
-    train(model, device, args.out / "tokenizer.json", args)
+    num_shards = max(1, args.conversations // SHARD_SIZE)
+    with multiprocessing.get_context("fork").Pool(args.workers, _start_worker, (str(args.out / "tokenizer.json"),)) as pool:
+        shards = pool.imap(_make_shard, range(num_shards))  # forked before CUDA starts
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = Llama(Shape(), torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {time.monotonic() - began:.0f} s", flush=True)
+        if not args.no_compile:
+            for block in model.blocks:
+                block.compile(dynamic=False)
+        train(model, device, shards, args)
+        pool.terminate()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
