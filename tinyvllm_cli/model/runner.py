@@ -79,9 +79,9 @@ class ModelRunner:
         self.buffers["sample_counters"].zero_()
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
         self.params = SamplingState(self.buffers["sampling_params"], limits.max_num_seqs)
-        state = self.buffers["decode_state"].zero_()
-        self.decode_rows, self.next_positions, self.token_ids, self.positions = state[0], state[1], state[2], state[3]
-        self.slots, self.context_lens, self.last_tokens, self.sampled = state[4], state[5], state[6], state[7]
+        state = self.buffers["decode_state"].zero_()[:, : limits.max_num_seqs]
+        self.decode_rows, self.next_positions, self.token_ids, self.positions = state[:4]
+        self.slots, self.context_lens, self.last_tokens, self.sampled = state[4:]
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
         self.captured: dict[int, torch.cuda.CUDAGraph] = {}
         self.replayed_rows: Int32Array | None = None  # rows of the last step, if that was a graph's
