@@ -35,8 +35,10 @@ RULES: dict[str, str] = {
     "tinyvllm_cli.reference": "torch ops",
     "tinyvllm_cli.model": "torch numpy errors ops memory checkpoint engine model",
     "tinyvllm_cli.llm": "torch errors ops reference memory checkpoint engine text model cuda_ext lazy cuda_ext",
-    "tinyvllm_cli.commands": "errors memory checkpoint engine text jobs commands lazy llm lazy model",
-    "tinyvllm_cli.render": "rich typer errors memory checkpoint render lazy commands",
+    "tinyvllm_cli.bench": "numpy errors memory checkpoint engine bench "
+    "lazy torch lazy llm lazy ops lazy reference lazy model lazy cuda_ext",
+    "tinyvllm_cli.commands": "errors memory checkpoint engine text jobs bench commands lazy llm lazy model",
+    "tinyvllm_cli.render": "rich typer errors memory checkpoint bench render lazy commands",
     "tinyvllm_cli.cli": "rich typer errors render lazy commands",
     "tinyvllm_cli.__main__": "cli",
     "tinyvllm_cli.demo": "torch numpy tokenizers safetensors demo",

@@ -69,6 +69,21 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
+def parse_counts(text: str | None, option: str, least: int = 0) -> tuple[int, ...] | None:
+    """ "512,2048" as numbers; None stays None."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,9}", word) and int(word) >= least for word in words):
+        raise UserError(
+            f"{text!r} is no list of numbers of at least {least}",
+            where=option,
+            fix=f"Write {option} 512 or {option} 512,2048.",
+            exit_code=ExitCode.USAGE,
+        )
+    return tuple(map(int, words))
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tinyvllm {__version__}")
@@ -211,6 +226,83 @@ def generate(
             },
         )
         return run(options, GenerateView(console, stream)).exit_code
+
+    _run(command, json, quiet)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="DIR", help="Model folder. Default: random weights; on a CPU the demo."),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Random weights: 1B, 3B, 8B, SmolLM2-135M, ..., a config.json.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option("--prompt-tokens", "-p", metavar="N,...", help="Prompt lengths; 0: no prefill tests.")
+    ] = None,
+    generate_tokens: Annotated[
+        str | None, typer.Option("--generate-tokens", "-n", metavar="N,...", help="Decode steps; 0: no decode tests.")
+    ] = None,
+    batch: Annotated[str | None, typer.Option("--batch", "-b", metavar="N,...", help="Prompts at once.")] = None,
+    depth: Annotated[
+        str | None, typer.Option("--depth", "-d", metavar="N,...", help="Tokens in the cache before each test.")
+    ] = None,
+    repetitions: Annotated[int | None, typer.Option("--repetitions", "-r", min=1, help="Samples of each row.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(metavar="nano|FILE", help="A mixed job, or a JSONL file of requests, as the test.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests of the workload arrive so many a second.")] = None,
+    suite: Annotated[str | None, typer.Option(metavar="targets", help="The project's targets as the tests.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="WORD,...", help="Only the suite's rows of such a name.")] = None,
+    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Leave out the run before the samples.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+    device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.AUTO,
+    dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most prompts that run at once.")] = None,
+    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Memory of the KV cache. Default: ample.")
+    ] = None,
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Do not capture CUDA graphs.")] = False,
+) -> None:
+    """Measure prefill, decode and whole jobs, beside what this machine can do."""
+
+    def command(console: Console) -> int:
+        from tinyvllm_cli.commands.bench import BenchOptions, run
+        from tinyvllm_cli.render.bench import BenchView, show
+
+        options = BenchOptions(
+            model=model,
+            shape=shape,
+            prompts=parse_counts(prompt_tokens, "-p"),
+            generated=parse_counts(generate_tokens, "-n"),
+            batches=parse_counts(batch, "-b", 1),
+            depths=parse_counts(depth, "-d"),
+            repetitions=repetitions,
+            workload=workload,
+            rate=rate,
+            suite=suite,
+            only=tuple(only.split(",")) if only else (),
+            warmup=not no_warmup,
+            seed=seed,
+            device=device.value,
+            dtype=dtype.value,
+            engine={
+                "max_num_seqs": max_num_seqs,
+                "max_batched_tokens": max_batched_tokens,
+                "block_size": block_size,
+                "kv_cache_memory": kv_cache_memory,
+                "graphs": not no_graphs,
+            },
+        )
+        result = run(options, BenchView(console))
+        show(result, console, "json" if json else "table")
+        return result.exit_code
 
     _run(command, json, quiet)
 

@@ -1,0 +1,305 @@
+"""Timing cases through the engine: wall clock, with scheduling, sampling and all host work inside."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinyvllm_cli.bench.stats import percentile, std
+from tinyvllm_cli.bench.traffic import Ceiling, Model, Work
+from tinyvllm_cli.bench.workloads import Case, Request, random_ids
+from tinyvllm_cli.engine.sequence import SamplingParams, TokenEvent
+from tinyvllm_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.llm import LLM
+
+WARMUP_STEPS = 8
+"""Decode steps of a warm-up: enough to capture the graph and to replay it."""
+BAD_SAMPLES = 5
+"""So many differences of two times may be lost in noise before a case is given up."""
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Result:
+    """One row.
+
+    Attributes:
+        test, batch, depth, prompt_tokens, generated_tokens: as in `Case`.
+        samples: seconds, one a repetition. prefill: until the output tokens are there; decode: of all decode steps;
+            workload: from the first submission to the last token.
+        counted_tokens: tokens behind each sample: prompt tokens for prefill, else generated ones.
+        tokens_per_second, tokens_per_second_std: mean and deviation of counted_tokens / sample.
+        ms: median of the samples, in milliseconds.
+        steps: engine steps in a sample. ms_per_step: median over the samples of sample / steps.
+        ms_per_step_p99: of single steps, from one to the next.
+        bytes, flops, floor_ms: the least work, and what it would take at this machine's ceiling.
+        gb_per_second, tflop_per_second: the least work by the median time.
+        share_of_ceiling: floor / median time; None without a ceiling. bound: "memory" or "compute".
+        peak_memory: bytes; of the device on CUDA, of the process so far on the CPU.
+        latency: with arrival rates, milliseconds at p50, p90, p99: to the first token, between tokens, whole requests.
+        target: the suite's row: floor, peer, must, aim, unit, value.
+        peers: seconds and tokens of others at the same work.
+        error: why there are no samples.
+    """
+
+    test: str
+    batch: int
+    prompt_tokens: int
+    generated_tokens: int
+    depth: int = 0
+    name: str = ""
+    samples: list[float] = field(default_factory=list)
+    counted_tokens: int = 0
+    tokens_per_second: float | None = None
+    tokens_per_second_std: float | None = None
+    ms: float | None = None
+    steps: int = 0
+    ms_per_step: float | None = None
+    ms_per_step_p99: float | None = None
+    bytes: float = 0.0
+    flops: float = 0.0
+    bound: str = ""
+    floor_ms: float | None = None
+    gb_per_second: float | None = None
+    tflop_per_second: float | None = None
+    share_of_ceiling: float | None = None
+    peak_memory: int = 0
+    preemptions: int = 0
+    rate: float | None = None
+    latency: dict[str, dict[str, float]] | None = None
+    target: dict[str, Any] | None = None
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    baseline: dict[str, Any] | None = None
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def empty_result(case: Case) -> Result:
+    rate = case.workload.rate if case.workload else None
+    return Result(
+        case.test, case.batch, case.prompt_tokens, case.generated_tokens, case.depth, name=case.name, rate=rate
+    )
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run through the engine took: seconds, the time of each step's end, tokens of each request."""
+
+    seconds: float = 0.0
+    step_ends: list[float] = field(default_factory=list)
+    steps: int = 0
+    outputs: list[list[int]] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+    between_tokens: list[float] = field(default_factory=list)
+    request: list[float] = field(default_factory=list)
+
+
+class Meter:
+    """Times cases on a model.
+
+    Args:
+        llm: sized for all cases.
+        ceiling: None leaves shares out.
+        seed: of the prompts; each run draws new ones.
+        warmup: one run before the samples of each case.
+    """
+
+    def __init__(self, llm: LLM, ceiling: Ceiling | None, *, seed: int = 0, warmup: bool = True) -> None:
+        self.llm = llm
+        self.ceiling = ceiling
+        self.warmup = warmup
+        self._rng = np.random.default_rng(seed)
+        itemsize = {"float32": 4}.get(llm.dtype, 2)
+        self._model = Model(llm.config, itemsize)
+
+    def measure(self, case: Case, repetitions: int, budget_s: float = float("inf")) -> Result:
+        """Warm-up, then `repetitions` samples; fewer, but at least one, once `budget_s` seconds are spent."""
+        began = time.perf_counter()
+        result = empty_result(case)
+        self._start_peak()
+        if self.warmup:
+            short = replace(case, generated_tokens=min(case.generated_tokens, WARMUP_STEPS))
+            self._sample(case if case.workload else short)
+        preemptions = self.llm.engine.statistics.preemptions
+        intervals: list[float] = []
+        latencies: list[Run] = []
+        bad = 0
+        while len(result.samples) < repetitions:
+            seconds, steps, run = self._sample(case)
+            if seconds <= 0:  # a difference of two times that are nearly equal
+                bad += 1
+                if bad == BAD_SAMPLES:
+                    raise UserError(
+                        "the time of the decode steps is lost in the noise", fix="Generate more tokens (-n)."
+                    )
+                continue
+            result.samples.append(seconds)
+            result.steps = steps
+            intervals += np.diff(run.step_ends[-steps - 1 :]).tolist()
+            latencies.append(run)
+            if time.perf_counter() - began > budget_s:
+                break
+        result.preemptions = self.llm.engine.statistics.preemptions - preemptions
+        result.peak_memory = self._peak()
+        result.counted_tokens = (
+            case.generated_tokens
+            if case.workload
+            else case.batch * (case.prompt_tokens if case.test == "prefill" else case.generated_tokens)
+        )
+        if result.rate is not None:
+            result.latency = _latency(latencies)
+        summarize(result, intervals, self._model.of(case), self.ceiling)
+        return result
+
+    def _sample(self, case: Case) -> tuple[float, int, Run]:
+        """Seconds and engine steps of one repetition, and the run that they come from."""
+        if case.workload is not None:
+            params = [
+                SamplingParams(
+                    max_tokens=r.generated_tokens, temperature=case.workload.temperature, seed=i, ignore_eos=True
+                )
+                for i, r in enumerate(case.workload.requests)
+            ]
+            prompts = [self._prompt(r, case.workload.max_id) for r in case.workload.requests]
+            run = self.run(prompts, params, self._arrivals(len(prompts), case.workload.rate))
+            return run.seconds, run.steps, run
+        one = SamplingParams(max_tokens=1, ignore_eos=True)
+        if case.test == "decode":
+            more = replace(one, max_tokens=case.generated_tokens + 1)
+            first = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [one] * case.batch)
+            run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [more] * case.batch)
+            return run.seconds - first.seconds, case.generated_tokens, run
+        run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [one] * case.batch)
+        if not case.depth:
+            return run.seconds, run.steps, run
+        before = self.run(self._prompts(case.batch, case.depth), [one] * case.batch)
+        return run.seconds - before.seconds, max(run.steps - before.steps, 1), run
+
+    def run(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], arrivals: Sequence[float] | None = None
+    ) -> Run:
+        """Submits the prompts, at once or at their `arrivals` (seconds from now, ascending), and runs them to their
+        end."""
+        engine, result = self.llm.engine, Run()
+        before, clock = engine.statistics.steps, time.perf_counter
+        start = clock()
+        if arrivals is None:
+            sequences = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+            while engine.has_work:
+                engine.step()
+                result.step_ends.append(clock())
+        else:
+            sequences = self._run_arrivals(prompts, params, [start + a for a in arrivals], result)
+        result.seconds = clock() - start
+        result.steps = engine.statistics.steps - before
+        result.outputs = [sequence.output_token_ids for sequence in sequences]
+        wanted, got = sum(p.max_tokens for p in params), sum(map(len, result.outputs))
+        if got != wanted:
+            raise RuntimeError(f"{got} tokens came back, {wanted} were asked for")
+        return result
+
+    def _run_arrivals(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], due: Sequence[float], result: Run
+    ) -> list[Any]:
+        engine, clock = self.llm.engine, time.perf_counter
+        sequences: list[Any] = []
+        arrived: dict[int, float] = {}
+        last: dict[int, float] = {}
+        while engine.has_work or len(sequences) < len(prompts):
+            while len(sequences) < len(prompts) and due[len(sequences)] <= clock():
+                i = len(sequences)
+                sequences.append(engine.add(prompts[i], params[i]))
+                arrived[sequences[i].seq_id] = due[i]
+            if not engine.has_work:
+                time.sleep(max(due[len(sequences)] - clock(), 0.0))
+                continue
+            events = engine.step()
+            now = clock()
+            result.step_ends.append(now)
+            for event in events:
+                if isinstance(event, TokenEvent):
+                    if event.seq_id in last:
+                        result.between_tokens.append(now - last[event.seq_id])
+                    else:
+                        result.first_token.append(now - arrived[event.seq_id])
+                    last[event.seq_id] = now
+                else:
+                    result.request.append(now - arrived[event.seq_id])
+        return sequences
+
+    def _prompts(self, batch: int, length: int) -> list[list[int]]:
+        return [random_ids(self._rng, length, self.llm.config.vocab_size) for _ in range(batch)]
+
+    def _prompt(self, request: Request, max_id: int | None) -> list[int]:
+        vocab = self.llm.config.vocab_size
+        if any(token >= vocab for token in request.token_ids):
+            raise UserError(f"a token id of the workload is outside of the model's vocabulary of {vocab}")
+        return list(request.token_ids) or random_ids(self._rng, request.prompt_tokens, min(max_id or vocab, vocab))
+
+    def _arrivals(self, count: int, rate: float | None) -> list[float] | None:
+        """Arrival times of a Poisson process of `rate` requests a second, the first at 0."""
+        if rate is None:
+            return None
+        gaps = self._rng.exponential(1 / rate, size=count)
+        times: list[float] = (np.cumsum(gaps) - gaps[0]).tolist()
+        return times
+
+    def _start_peak(self) -> None:
+        if self.llm.device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self.llm.device)
+
+    def _peak(self) -> int:
+        if self.llm.device.type == "cuda":
+            import torch
+
+            return int(torch.cuda.max_memory_allocated(self.llm.device))
+        return peak_host_memory()
+
+
+def peak_host_memory() -> int:
+    """Most bytes that this process has had in memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def summarize(result: Result, intervals: Sequence[float], work: Work, ceiling: Ceiling | None) -> None:
+    """Fills in what follows from the samples."""
+    median = statistics.median(result.samples)
+    rates = [result.counted_tokens / seconds for seconds in result.samples]
+    result.tokens_per_second, result.tokens_per_second_std = statistics.fmean(rates), std(rates)
+    result.ms, result.ms_per_step = 1e3 * median, 1e3 * median / result.steps
+    result.ms_per_step_p99 = 1e3 * percentile(intervals, 99) if intervals else None
+    result.bytes, result.flops = work.nbytes, work.flops
+    result.gb_per_second, result.tflop_per_second = work.nbytes / median / 1e9, work.flops / median / 1e12
+    if ceiling is not None:
+        floor = work.floor(ceiling)
+        result.floor_ms, result.share_of_ceiling = 1e3 * floor, floor / median
+        result.bound = "memory" if work.is_memory_bound(ceiling) else "compute"
+
+
+def _latency(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Milliseconds at p50, p90, p99 over all requests of all repetitions."""
+    kinds: dict[str, Callable[[Run], list[float]]] = {
+        "time_to_first_token_ms": lambda run: run.first_token,
+        "time_between_tokens_ms": lambda run: run.between_tokens,
+        "request_ms": lambda run: run.request,
+    }
+    latency = {}
+    for name, of in kinds.items():
+        values = [value for run in runs for value in of(run)]
+        if values:
+            latency[name] = {f"p{p}": 1e3 * percentile(values, p) for p in PERCENTILES}
+    return latency
