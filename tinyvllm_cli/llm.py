@@ -19,7 +19,7 @@ from tinyvllm_cli.engine.blocks import BlockPool
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.scheduler import Scheduler
 from tinyvllm_cli.errors import UserError
-from tinyvllm_cli.memory.plan import KVPlan, Limits, kv_block_bytes, plan_buffers, plan_kv_cache
+from tinyvllm_cli.memory.plan import KVPlan, default_limits, kv_block_bytes, plan_buffers, plan_kv_cache
 from tinyvllm_cli.model.dummy import random_weights
 from tinyvllm_cli.model.runner import ModelRunner
 from tinyvllm_cli.text.chat import ChatTemplate
@@ -191,30 +191,6 @@ class LLM:
             free, total = torch.cuda.mem_get_info(self.device)
             return int(free - (1 - memory_fraction) * total) - self.plan.total_bytes - CUDA_RESERVE
         return min(CPU_KV_CACHE, int(available_memory() * memory_fraction) // 2)
-
-
-def default_limits(
-    config: ModelConfig,
-    cuda: bool,
-    max_num_seqs: int | None = None,
-    max_model_len: int | None = None,
-    max_batched_tokens: int | None = None,
-    block_size: int = 16,
-) -> Limits:
-    """The limits asked for, completed by the defaults of the device; see `LLM`."""
-    longest = config.max_position_embeddings
-    if max_model_len is not None and max_model_len > longest:
-        raise UserError(
-            f"{max_model_len} tokens are more than the {longest} that the model was made for",
-            where="--max-model-len",
-            fix=f"Give at most {longest} (max_position_embeddings in config.json).",
-        )
-    num_seqs, num_tokens = max_num_seqs, max_batched_tokens
-    if num_seqs is None:
-        num_seqs = min(256 if cuda else 32, num_tokens or 256)
-    if num_tokens is None:
-        num_tokens = max(8192 if cuda else 1024, num_seqs)
-    return Limits(num_seqs, num_tokens, max_model_len if max_model_len is not None else longest, block_size)
 
 
 def available_memory() -> int:

@@ -130,9 +130,35 @@ class KVPlan:
         return self.num_blocks * self.block_size
 
 
+def default_limits(
+    config: ModelConfig,
+    cuda: bool,
+    max_num_seqs: int | None = None,
+    max_model_len: int | None = None,
+    max_batched_tokens: int | None = None,
+    block_size: int = 16,
+) -> Limits:
+    """The limits asked for; the others as is usual for the device, max_model_len as the model was made for."""
+    longest = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise UserError(
+            f"{max_model_len} tokens are more than the {longest} that the model was made for",
+            where="--max-model-len",
+            fix=f"Give at most {longest} (max_position_embeddings in config.json).",
+        )
+    num_seqs, num_tokens = max_num_seqs, max_batched_tokens
+    if num_seqs is None:
+        num_seqs = min(256 if cuda else 32, num_tokens or 256)
+    if num_tokens is None:
+        num_tokens = max(8192 if cuda else 1024, num_seqs)
+    return Limits(num_seqs, num_tokens, max_model_len if max_model_len is not None else longest, block_size)
+
+
 def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
-    """`num_splits` of `attention_decode`: one more than the CTAs for each (sequence, KV head), so that every batch fills
-    the card. 1 would give each a CTA of its own."""
+    """`num_splits` of `attention_decode`: one more than the CTAs for each (sequence, KV head) that fill the card.
+
+    1 would give each pair one CTA, and a result that does not depend on the rest of the batch.
+    """
     return 1 + max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
 
 
