@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm_cli.bench.measure import Meter, Result, empty_result
+from tinyvllm_cli.bench.measure import Meter
+from tinyvllm_cli.bench.result import Result, empty_result
 from tinyvllm_cli.bench.traffic import Ceiling
 from tinyvllm_cli.bench.workloads import Case
 from tinyvllm_cli.checkpoint.config import ModelConfig, read_config

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tinyvllm_cli.bench.measure import Result
+from tinyvllm_cli.bench.result import Result
 from tinyvllm_cli.bench.workloads import Case, find_workload, workload_case
 from tinyvllm_cli.errors import ExitCode, UserError
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tinyvllm_cli.bench import environment, suite
 from tinyvllm_cli.bench.ceiling import measure_ceiling
-from tinyvllm_cli.bench.measure import Result, empty_result
+from tinyvllm_cli.bench.result import Result, empty_result
 from tinyvllm_cli.bench.session import Session, choose_device, torch_device
 from tinyvllm_cli.bench.shapes import find_shape
 from tinyvllm_cli.bench.traffic import Ceiling

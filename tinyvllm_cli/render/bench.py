@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinyvllm_cli.render.console import Console
 
 if TYPE_CHECKING:
-    from tinyvllm_cli.bench.measure import Result
+    from tinyvllm_cli.bench.result import Result
     from tinyvllm_cli.commands.bench import BenchResult
 
 Format = Literal["table", "json", "csv", "markdown"]
