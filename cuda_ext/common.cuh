@@ -1,4 +1,4 @@
-// What several kernels share: 16-byte accesses, conversions, reductions, tensor-core and asynchronous-copy instructions,
+// What several kernels share: 16-byte accesses, conversions, reductions, tensor cores, asynchronous copies,
 // programmatic dependent launch, and host-side dispatch. Everything here builds for sm_80 and newer.
 //
 // Rules for every kernel that goes through launch():

@@ -1,5 +1,5 @@
 // For each i < S, row = rows[i]: token = last_tokens[row]; p = next_positions[i]++; slot of p through block_table[row].
-// token_ids, positions, slots, context_lens, next_positions, rows int32 [S]; last_tokens by row; block_table [*, stride].
+// int32: token_ids, positions, slots, context_lens, next_positions, rows [S], last_tokens [*], block_table [*, stride].
 // Grid: one thread per sequence.
 // Traffic: about 40 S bytes; bound by latency.
 // Limits: none; row -1 is padding (token 0, position 0, slot -1, context 0); a position past the table gets slot -1.

@@ -1,7 +1,7 @@
 // out[m, n] = sum_k x[m, k] * weight[n, k] for 1 to 8 rows m: weights are streamed once, by tensor cores.
 // x [M, K], weight [N, K] of one 16-bit dtype, out [M, N] of that dtype or fp32; contiguous.
-// Grid: at most one CTA per SM, which walks over units of 8 or 16 features; its 16 warps split K, 64 elements at a time,
-//   each through its own ring of asynchronous copies, and their partial sums are added in a fixed order.
+// Grid: at most one CTA per SM, walking over units of 8 or 16 features; its 16 warps split K, 64 elements at a time,
+//   each through its own ring of asynchronous copies; their partial sums are added in a fixed order.
 // Traffic: 2 N K bytes of weights, bound by bandwidth; the ring is filled before the previous kernel has ended.
 // Limits: bf16 or fp16; in_features a multiple of 8; a row's result does not depend on the number of rows.
 #include "common.cuh"
@@ -22,7 +22,7 @@ constexpr int kRingTiles = 12;                            // tiles per warp in f
 constexpr int kSmallRingTiles = 4;                        // for devices with 100 KB of shared memory: 64 KB per CTA
 
 // What a lane multiplies in one step: elements 8q to 8q + 7 of both 32-element halves of its warp's chunk, of row g,
-// with g = lane / 4 and q = lane % 4. An MMA sums over k in any order if both sides agree on it, so that a 16-byte piece
+// with g = lane / 4 and q = lane % 4. An MMA sums over k in any order if both sides agree on it, so a 16-byte piece
 // serves as the two k-pairs of two MMAs.
 struct Piece {
   uint4 half[2];
@@ -60,33 +60,38 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Piece& x, const
 template <typename T, int kTiles, int kStages>
 class WeightStream {
  public:
+  static constexpr int kUnitFeatures = kTiles * kTileFeatures;
+
   __device__ WeightStream(uint4* ring, const T* weight, int out_features, int in_features, int num_steps)
-      : ring_(ring + threadIdx.x / kWarpSize * kTiles * kTileFeatures * kChunkVectors),
-        weight_(weight),
+      : ring_(ring + threadIdx.x / kWarpSize * kUnitFeatures * kChunkVectors),
         out_features_(out_features),
         in_features_(in_features),
         num_steps_(num_steps),
-        unit_(blockIdx.x) {}
+        unit_(blockIdx.x * kUnitFeatures) {
+    const int row = unit_ + threadIdx.x % kWarpSize / kChunkVectors;
+    source_ = weight + static_cast<int64_t>(row) * in_features + first_element(0) + threadIdx.x % kChunkVectors * 8;
+  }
 
-  // Starts the copy of the next step, if there is one, into stage `stage`, and closes its group in any case.
+  // Starts the copy of the next step, if there is one, into stage `stage`, and closes its group in any case. The lane
+  // copies one piece of every fourth feature.
   __device__ void issue(int stage) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int piece = lane % kChunkVectors;
-    const int k = first_element(step_) + piece * 8;
-    if (unit_ * kTiles * kTileFeatures < out_features_) {
+    if (unit_ < out_features_) {
+      const int row = threadIdx.x % kWarpSize / kChunkVectors;
+      const int piece = threadIdx.x % kChunkVectors;
+      const bool in_row = first_element(step_) + piece * 8 < in_features_;
+      uint4* target = stage_ring(stage) + row * kChunkVectors + (piece ^ (row % 2 * 4));
 #pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i) {
-        const int local = lane / kChunkVectors + 4 * i;
-        const int feature = unit_ * kTiles * kTileFeatures + local;
-        const bool valid = feature < out_features_ && k < in_features_;
-        const int64_t offset = valid ? static_cast<int64_t>(feature) * in_features_ + k : 0;
-        copy16_async(stage_ring(stage) + local * kChunkVectors + (piece ^ (local % 2 * 4)), weight_ + offset, valid);
+      for (int i = 0; i < kUnitFeatures / 4; ++i) {
+        copy16_async(target + 4 * i * kChunkVectors, source_ + static_cast<int64_t>(4 * i) * in_features_,
+                     in_row && unit_ + row + 4 * i < out_features_);
       }
     }
     copy_commit();
+    source_ += kStep;
     if (++step_ == num_steps_) {
       step_ = 0;
-      unit_ += gridDim.x;
+      unit_ += gridDim.x * kUnitFeatures;
+      source_ += static_cast<int64_t>(gridDim.x * kUnitFeatures) * in_features_ - num_steps_ * kStep;
     }
   }
 
@@ -99,15 +104,15 @@ class WeightStream {
 
  private:
   __device__ uint4* stage_ring(int stage) const {
-    return ring_ + stage * kWarps * kTiles * kTileFeatures * kChunkVectors;
+    return ring_ + stage * kWarps * kUnitFeatures * kChunkVectors;
   }
 
   uint4* ring_;
-  const T* weight_;
+  const T* source_;
   int out_features_;
   int in_features_;
   int num_steps_;
-  int unit_;
+  int unit_;  // its first feature
   int step_ = 0;
 };
 

@@ -1,7 +1,7 @@
-// RoPE of one head: (a, b) -> (a cos - b sin, b cos + a sin) for a = h[i], b = h[i + D/2]. q in place; k (rotated), v to the cache.
-// qkv [T, (Q + 2K) D]; kv_cache [B, K, 2, block_size, D]; rope_table float [max_position, D]: D/2 cosines, then D/2 sines.
+// q, k: (a, b) -> (a cos - b sin, b cos + a sin), a = h[i], b = h[i + D/2]; q in place, k and (unrotated) v to cache.
+// qkv [T, (Q + 2K) D]; kv_cache [B, K, 2, block_size, D]; rope_table float [*, D]: D/2 cosines, then D/2 sines.
 // Grid: one CTA per token; a thread takes 8 elements of a head's first half and the 8 that go with them in the second.
-// Traffic: 4 T (Q + 2K) D bytes (each element read and written once); bound by latency at decode, by bandwidth at prefill.
+// Traffic: 4 T (Q + 2K) D bytes (each element read and written); bound by latency at decode, by bandwidth at prefill.
 // Limits: bf16 or fp16; head_dim 64 or 128; a token with slot -1 stores no k and v.
 #include "common.cuh"
 

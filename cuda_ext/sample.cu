@@ -1,4 +1,4 @@
-// Temperature 0: the largest logit. Else the first token, by index, at which the kept exp(logit / temperature) exceed u of their sum.
+// The largest logit; or the first index at which the kept exp(logit / temperature) add up to more than u of their sum.
 // logits float [R, V], contiguous; parameters by rows[i]; u in (0, 1) is Philox4x32-10 of (seed, position).
 // Grid: (parts of a row, row). Warps summarise 256 segments of a row; the last CTA of a row to finish draws its token.
 // Traffic: 4 R V bytes. Top-k, top-p, or both read their row 4, 4 or 6 times more, by one CTA; min-p alone once more.
