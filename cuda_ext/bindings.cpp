@@ -8,6 +8,7 @@
 
 #include <initializer_list>
 #include <limits>
+#include <string>
 
 #include "launch.h"
 
@@ -21,6 +22,13 @@ constexpr auto kInt = ScalarType::Int;
 constexpr auto kLong = ScalarType::Long;
 constexpr auto kFloat = ScalarType::Float;
 
+// "[2, 3]". Not ArrayRef's own operator<<, which overflows the stack in torch 2.11.
+std::string text(at::IntArrayRef values) {
+  std::string result = "[";
+  for (size_t i = 0; i < values.size(); ++i) result += (i ? ", " : "") + std::to_string(values[i]);
+  return result + "]";
+}
+
 // The checks of one op's call, whose tensors all live on one device. Every message begins with op and argument.
 class Call {
  public:
@@ -31,26 +39,26 @@ class Call {
     check_base(name, t, dtype, shape.size());
     int64_t dim = 0;
     for (int64_t size : shape) {
-      TORCH_CHECK(size < 0 || t.size(dim) == size, op_, ": ", name, " has shape ", t.sizes(), ", expected size ", size,
+      TORCH_CHECK(size < 0 || t.size(dim) == size, op_, ": ", name, " has shape ", text(t.sizes()), ", expected size ", size,
                   " in dimension ", dim);
       ++dim;
     }
-    TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous, its strides are ", t.strides());
+    TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous, its strides are ", text(t.strides()));
   }
 
   // Rows of any stride, but contiguous and 16-byte aligned each.
   void check_rows(const char* name, const Tensor& t, ScalarType dtype, int64_t row_size) const {
     check_base(name, t, dtype, 2);
-    TORCH_CHECK(t.size(1) == row_size, op_, ": ", name, " has shape ", t.sizes(), ", expected rows of ", row_size);
+    TORCH_CHECK(t.size(1) == row_size, op_, ": ", name, " has shape ", text(t.sizes()), ", expected rows of ", row_size);
     TORCH_CHECK(t.stride(1) == 1 && t.stride(0) >= 0 && t.stride(0) * t.element_size() % 16 == 0, op_, ": ", name,
-                " must have contiguous rows whose starts are 16 bytes aligned, its strides are ", t.strides());
+                " must have contiguous rows whose starts are 16 bytes aligned, its strides are ", text(t.strides()));
   }
 
   // A contiguous tensor of any shape with at least so many elements.
   void check_scratch(const char* name, const Tensor& t, ScalarType dtype, int64_t numel) const {
     check_base(name, t, dtype, t.dim());
     TORCH_CHECK(t.numel() >= numel, op_, ": ", name, " has ", t.numel(), " elements, needs ", numel);
-    TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous, its strides are ", t.strides());
+    TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous, its strides are ", text(t.strides()));
   }
 
   // The dtype of activations and weights.
@@ -82,7 +90,7 @@ class Call {
   void check_base(const char* name, const Tensor& t, ScalarType dtype, int64_t dims) const {
     TORCH_CHECK(t.device() == device_, op_, ": ", name, " is on ", t.device(), ", expected ", device_);
     TORCH_CHECK(t.scalar_type() == dtype, op_, ": ", name, " is ", t.scalar_type(), ", expected ", dtype);
-    TORCH_CHECK(t.dim() == dims, op_, ": ", name, " has shape ", t.sizes(), ", expected ", dims, " dimensions");
+    TORCH_CHECK(t.dim() == dims, op_, ": ", name, " has shape ", text(t.sizes()), ", expected ", dims, " dimensions");
     TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, op_, ": ", name,
                 " must start at a multiple of 16 bytes");
   }

@@ -244,18 +244,18 @@ class ModelRunner:
 
 
 class SamplingState:
-    """Sampling parameters of every row: a host mirror, copied to the device whole when some row changed (24 bytes
-    each)."""
+    """Sampling parameters of every row: a host mirror, copied to the device whole when some row changed.
+
+    buffer: int32 [6, padded], 24 bytes for each of max_num_seqs rows and for padding to a multiple of 4 rows.
+    """
 
     def __init__(self, buffer: Tensor, max_num_seqs: int) -> None:
-        self.device = buffer.view(-1)
-        self.host = np.zeros(6 * max_num_seqs, dtype=np.int32)
-        n = max_num_seqs
+        self.device = buffer
+        self.host = np.zeros(buffer.shape, dtype=np.int32)
 
-        def views(flat: Tensor) -> tuple[Tensor, ...]:
-            seeds, rest = flat[: 2 * n].view(torch.int64), flat[2 * n :]
-            temperature, top_p, min_p = (rest[i * n : (i + 1) * n].view(torch.float32) for i in range(3))
-            return seeds, temperature, top_p, min_p, rest[3 * n :]
+        def views(table: Tensor) -> tuple[Tensor, ...]:
+            seeds, floats = table[:2].view(-1).view(torch.int64), table[2:5].view(torch.float32)
+            return tuple(row[:max_num_seqs] for row in (seeds, *floats, table[5]))
 
         self.seeds, self.temperature, self.top_p, self.min_p, self.top_k = views(self.device)
         mirror = (v.numpy() for v in views(torch.from_numpy(self.host)))
