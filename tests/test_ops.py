@@ -223,6 +223,7 @@ def attention(q: Tensor, kv: Tensor, position: int, scale: float) -> Tensor:
 GQA = [(2, 2), (9, 3), (16, 4), (7, 1), (8, 1), (16, 1)]
 LONG = 4097 if torch.cuda.is_available() else 530
 EDGES = [1, 15, 16, 17, 33, 255, LONG]
+REPEATS = 50
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), GQA)
@@ -247,7 +248,7 @@ def test_attention_decode(device: str, num_heads: int, num_kv_heads: int, head_d
             workspace = poisoned(size, dtype=torch.float32, device=device)
             counters = torch.zeros(len(rows) * num_kv_heads, dtype=torch.int32, device=device)
             outs = []
-            for _ in range(50 if device == "cuda" else 2):
+            for _ in range(REPEATS if device == "cuda" else 2):
                 out = poisoned(len(rows), num_heads * head_dim, dtype=dtype, device=device)
                 ops.attention_decode(out, q, *inputs, workspace, counters, num_splits, scale)
                 outs.append(out)

@@ -1,0 +1,36 @@
+"""Every kernel once at small shapes, for compute-sanitizer: `compute-sanitizer --tool racecheck python tests/sanitize.py`."""
+
+from __future__ import annotations
+
+import test_ops as t
+
+import tinyvllm_cli.reference  # noqa: F401
+from cuda_ext.build import load_extension
+
+
+def main() -> None:
+    load_extension()
+    t.EDGES[:], t.REPEATS = [1, 17, 40, 300], 2
+    t.test_embedding("cuda", 7)
+    for hidden in (576, 2048):
+        t.test_rms_norm("cuda", 7, hidden)
+        t.test_add_rms_norm("cuda", 7, hidden)
+    t.test_rope_store("cuda", 19, 9, 3, 64, 16)
+    t.test_rope_store("cuda", 7, 32, 8, 128, 8)
+    t.test_silu_mul("cuda", 7, 1536)
+    for rows in (1, 3, 8):
+        t.test_matvec("cuda", rows, 301, 264)
+        t.test_matvec("cuda", rows, 576, 1536)
+    t.test_decode_inputs("cuda")
+    for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):
+        t.test_attention_decode("cuda", num_heads, num_kv_heads, head_dim, 16)
+        t.test_attention_prefill("cuda", num_heads, num_kv_heads, head_dim, 16, [(7, 7), (65, 64), (300, 17)])
+    t.test_sample_greedy("cuda", 4099)
+    t.test_sample_padding_touches_nothing("cuda")
+    for params in ({}, {"top_k": [40], "top_p": [0.9], "min_p": [0.02]}):
+        t.test_sample_agrees_with_reference("cuda", params, 300)
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
