@@ -17,11 +17,11 @@ from files import write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli.cli import parse_bytes
 from tinyvllm_cli.commands.generate import GenerateResult
 from tinyvllm_cli.commands.model import resolve_model
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.jobs.prompts import Prompt, from_arguments
+from tinyvllm_cli.options import parse_bytes
 from tinyvllm_cli.render.console import Console, Mode, dump_json, one_line, printable
 from tinyvllm_cli.render.generate import GenerateView
 

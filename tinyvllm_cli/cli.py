@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -15,6 +13,7 @@ import typer
 
 from tinyvllm_cli import __version__
 from tinyvllm_cli.errors import ExitCode, UserError
+from tinyvllm_cli.options import Device, DType, PromptFormat, parse_bytes, parse_counts, parse_words
 
 if TYPE_CHECKING:
     from tinyvllm_cli.render.console import Console
@@ -27,61 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_UNITS = {"": 1} | {
-    f"{letter}{suffix}": base ** (power + 1)
-    for power, letter in enumerate("kmgt")
-    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-
-
-class Device(StrEnum):
-    """Choices of --device."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class DType(StrEnum):
-    """Choices of --dtype."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
-class PromptFormat(StrEnum):
-    """Choices of --format."""
-
-    AUTO = "auto"
-    TEXT = "text"
-    JSONL = "jsonl"
-
-
-def parse_bytes(text: str) -> int:
-    """ "512MiB", "2G" (powers of 1024), "1.5GB" (of 1000) or a plain number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    unit = _UNITS.get("" if match is None or match[2] == "b" else match[2])
-    if match is None or unit is None:
-        raise typer.BadParameter(f"{text!r} is no size. Write bytes, or a number with K, M, G, T: 512MiB, 2G, 1.5GB.")
-    return int(float(match[1]) * unit)
-
-
-def parse_counts(text: str | None, option: str, least: int = 0) -> tuple[int, ...] | None:
-    """ "512,2048" as numbers; None stays None."""
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch(r"\d{1,9}", word) and int(word) >= least for word in words):
-        raise UserError(
-            f"{text!r} is no list of numbers of at least {least}",
-            where=option,
-            fix=f"Write {option} 512 or {option} 512,2048.",
-            exit_code=ExitCode.USAGE,
-        )
-    return tuple(map(int, words))
 
 
 def _print_version(wanted: bool) -> None:
@@ -256,9 +200,19 @@ def bench(
     rate: Annotated[float | None, typer.Option(help="Requests of the workload arrive so many a second.")] = None,
     suite: Annotated[str | None, typer.Option(metavar="targets", help="The project's targets as the tests.")] = None,
     only: Annotated[str | None, typer.Option(metavar="WORD,...", help="Only the suite's rows of such a name.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Every op alone, at the shapes of the tests.")] = False,
+    compare: Annotated[
+        str | None, typer.Option(metavar="PEER,...", help="The same work by transformers, transformers-static, vllm.")
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Show the change against an earlier run's --json.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write the roofline as an SVG image.")] = None,
     no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Leave out the run before the samples.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="One line a result.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a README.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
     device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.AUTO,
     dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
@@ -274,8 +228,11 @@ def bench(
 
     def command(console: Console) -> int:
         from tinyvllm_cli.commands.bench import BenchOptions, run
-        from tinyvllm_cli.render.bench import BenchView, show
+        from tinyvllm_cli.render.bench import BenchView, check_plot, pick_form, show, write_plot
 
+        form = pick_form(json=json, csv=csv, markdown=markdown)
+        if plot:
+            check_plot(plot)
         options = BenchOptions(
             model=model,
             shape=shape,
@@ -287,7 +244,10 @@ def bench(
             workload=workload,
             rate=rate,
             suite=suite,
-            only=tuple(only.split(",")) if only else (),
+            only=parse_words(only),
+            kernels=kernels,
+            compare=parse_words(compare),
+            baseline=baseline,
             warmup=not no_warmup,
             seed=seed,
             device=device.value,
@@ -301,7 +261,9 @@ def bench(
             },
         )
         result = run(options, BenchView(console))
-        show(result, console, "json" if json else "table")
+        show(result, console, form)
+        if plot:
+            write_plot(result, plot)
         return result.exit_code
 
     _run(command, json, quiet)

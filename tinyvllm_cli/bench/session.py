@@ -73,6 +73,14 @@ class Session:
     def config(self) -> ModelConfig:
         return self.model if isinstance(self.model, ModelConfig) else read_config(self.model)
 
+    @property
+    def dtype(self) -> str:
+        """What `LLM` will compute in."""
+        asked: str | None = self.engine.get("dtype")
+        if asked not in (None, "auto"):
+            return str(asked)
+        return "float32" if self.device == "cpu" else "float16" if self.config().dtype == "float16" else "bfloat16"
+
     def arguments(self) -> dict[str, Any]:
         """The arguments of `LLM`: what the user insists on, and else what the cases need."""
         given = {name: value for name, value in self.engine.items() if value is not None}

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tinyvllm_cli.bench import environment, suite
+from tinyvllm_cli.bench.baseline import differences, mark_changes, read_baseline
 from tinyvllm_cli.bench.ceiling import measure_ceiling
+from tinyvllm_cli.bench.compare import check_peer, compare
+from tinyvllm_cli.bench.kernels import KernelResult, measure_kernels
 from tinyvllm_cli.bench.result import Result, empty_result
 from tinyvllm_cli.bench.session import Session, choose_device, torch_device
 from tinyvllm_cli.bench.shapes import find_shape
@@ -35,6 +38,9 @@ class BenchOptions:
         repetitions: samples of each row.
         workload: "nano" or a JSONL file, in place of the tests; rate: its arrivals a second.
         suite: "targets", in place of the tests; only: words, one of which a row's name must contain.
+        kernels: time every op alone at the tests' shapes, in place of the tests.
+        compare: peers that do the same work afterwards; see `PEERS`.
+        baseline: JSON of an earlier run.
         warmup: a run of each case before its samples.
         seed: of prompts and arrivals.
         device, dtype: as for `LLM`.
@@ -52,6 +58,9 @@ class BenchOptions:
     rate: float | None = None
     suite: str | None = None
     only: tuple[str, ...] = ()
+    kernels: bool = False
+    compare: tuple[str, ...] = ()
+    baseline: Path | None = None
     warmup: bool = True
     seed: int = 0
     device: str = "auto"
@@ -61,10 +70,11 @@ class BenchOptions:
 
 @dataclass(slots=True)
 class BenchResult:
-    """`environment`: where, on what and how; `results`: one a row."""
+    """`environment`: where, on what and how; `results`: one a row; `kernels`: one an op and shape."""
 
     environment: dict[str, Any]
     results: list[Result] = field(default_factory=list)
+    kernels: list[KernelResult] = field(default_factory=list)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -75,7 +85,8 @@ class BenchResult:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `bench --json` writes."""
-        return {"environment": self.environment, "results": [result.to_json() for result in self.results]}
+        content = {"environment": self.environment, "results": [result.to_json() for result in self.results]}
+        return content | ({"kernels": [kernel.to_json() for kernel in self.kernels]} if self.kernels else {})
 
 
 class BenchSink(Protocol):
@@ -93,6 +104,12 @@ class BenchSink(Protocol):
     def row(self, result: Result) -> None:
         """A row is done."""
 
+    def kernel(self, result: KernelResult) -> None:
+        """An op is done."""
+
+    def peer(self, result: Result) -> None:
+        """A peer has done a row's work: the last of `result.peers`."""
+
 
 def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
     """Measures everything. UserError when it cannot start; a row that fails says why in its result."""
@@ -102,6 +119,9 @@ def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
     device_name = choose_device(options.device, sink.loading, sink.warn)
     cases = _cases(options, device_name)
     name, model = _model(options, device_name, sink)
+    for peer in options.compare:
+        check_peer(peer, cases)
+    baseline = read_baseline(options.baseline) if options.baseline else None
     session = Session(
         model,
         device_name,
@@ -113,12 +133,35 @@ def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
     )
     device = torch_device(device_name)
     result = BenchResult(environment.describe(device))
-    result.environment |= {"model": name, "random_weights": isinstance(model, ModelConfig)}
+    result.environment |= {"model": name, "random_weights": isinstance(model, ModelConfig), "dtype": session.dtype}
     result.environment |= _settings(options, session)
+    if baseline:
+        for difference in differences(result.environment, baseline["environment"]):
+            sink.warn(f"the baseline is not of the same kind: {difference}")
     result.environment["clocks_before"] = environment.clocks(device)
     _measure_ceiling(session, result, sink)
     repetitions = options.repetitions or DEFAULTS[device_name]["repetitions"][0]
     began = time.perf_counter()
+    if options.kernels:
+        _measure_kernels(options, session, result, sink)
+    else:
+        _measure_cases(options, session, result, sink)
+    result.environment["clocks_after"] = environment.clocks(device)
+    result.environment["seconds"] = time.perf_counter() - began
+    session.close()
+    for peer in options.compare:
+        sink.loading(f"the same work by {peer}")
+        for row in compare(peer, session, result.results, repetitions):
+            sink.peer(row)
+    if baseline:
+        mark_changes(result.results, baseline)
+    sink.loading("")
+    return result
+
+
+def _measure_cases(options: BenchOptions, session: Session, result: BenchResult, sink: BenchSink) -> None:
+    cases, began = session.cases, time.perf_counter()
+    repetitions = result.environment["settings"]["repetitions"]
     for number, case in enumerate(cases, 1):
         sink.loading(f"measuring {number} of {len(cases)}: {case.name or case.test}")
         if options.suite and time.perf_counter() - began > suite.SECONDS:
@@ -131,11 +174,27 @@ def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
             suite.judge(row)
         result.results.append(row)
         sink.row(row)
-    result.environment["clocks_after"] = environment.clocks(device)
-    result.environment["seconds"] = time.perf_counter() - began
-    session.close()
-    sink.loading("")
-    return result
+
+
+def _measure_kernels(options: BenchOptions, session: Session, result: BenchResult, sink: BenchSink) -> None:
+    """Ops at the shapes of the tests: one token more than the longest case's prompt and depth is attended to."""
+    prefills = sorted({case.prompt_tokens for case in session.cases if case.test == "prefill"})
+    decodes = [case for case in session.cases if case.test == "decode"]
+    for context in sorted({case.depth + case.prompt_tokens for case in decodes}) or [0]:
+        sink.loading(f"timing ops at a context of {context}")
+        for kernel in measure_kernels(
+            session.config(),
+            session.device,
+            result.environment["dtype"],
+            session.ceiling,
+            batches=sorted({case.batch for case in decodes if case.depth + case.prompt_tokens == context}),
+            context=context,
+            prompts=prefills,
+            seed=options.seed,
+        ):
+            result.kernels.append(kernel)
+            sink.kernel(kernel)
+        prefills = []
 
 
 def _cases(options: BenchOptions, device: str) -> list[Case]:
@@ -198,16 +257,12 @@ def _settings(options: BenchOptions, session: Session) -> dict[str, Any]:
 
 def _measure_ceiling(session: Session, result: BenchResult, sink: BenchSink) -> None:
     """Puts the machine's ceiling into session and environment; without it there are no shares."""
-    dtype = session.engine.get("dtype", "auto")
-    if dtype == "auto":
-        config_dtype = session.config().dtype
-        dtype = "float32" if session.device == "cpu" else "float16" if config_dtype == "float16" else "bfloat16"
     sink.loading("measuring what this machine can do")
     try:
-        measured = measure_ceiling(torch_device(session.device), dtype)
+        measured = measure_ceiling(torch_device(session.device), session.dtype)
     except RuntimeError as error:
         sink.warn(f"this machine's ceiling could not be measured, so there are no shares of it: {error}")
         measured = {}
     if measured:
         session.ceiling = Ceiling(measured["read_bytes_per_second"], measured["matmul_flops_per_second"])
-    result.environment |= {"dtype": dtype, "ceiling": measured or None}
+    result.environment["ceiling"] = measured or None
