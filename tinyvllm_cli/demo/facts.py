@@ -12,14 +12,60 @@ from zlib import crc32
 
 CUT = "\x02"  # mark in an answer: the pieces on both sides are encoded apart (tokens.py)
 FOLDER = Path(__file__).parent
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
-ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
-SHORT_ORDINALS = "1st 2nd 3rd 4th 5th 6th 7th 8th 9th 10th 11th 12th".split()
-COLORS = "red blue green yellow orange purple pink brown black white gray".split()
-ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-        "eighteen nineteen").split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+ORDINALS = [
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+]
+SHORT_ORDINALS = ["1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th", "9th", "10th", "11th", "12th"]
+COLORS = ["red", "blue", "green", "yellow", "orange", "purple", "pink", "brown", "black", "white", "gray"]
+ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def read_sections(name: str) -> dict[str, list[str]]:
@@ -90,9 +136,23 @@ DAYS_IN = dict(entry.rsplit(" ", 1) for entry in FACTS["number of days"])
 IRREGULAR = dict(entry.split() for entry in FACTS["irregular plurals"])
 NOUNS = list(dict.fromkeys(FACTS["nouns"]))
 UNSEEN_WORDS = FACTS["unseen words"]
-WORDS = [word for word in dict.fromkeys([*NOUNS, *FACTS["other words"], *OPPOSITES, *SOUNDS]) if len(word) <= 12 and word not in UNSEEN_WORDS]
-PROPER_WORDS = [name for name in [*(name for _, names, _ in COUNTRIES for name in names), *CITIES, *DAYS, *MONTHS, "Tinyvllm", *FACTS["names"]]
-                if name.isascii() and name.isalpha() and len(name) <= 12]
+WORDS = [
+    word
+    for word in dict.fromkeys([*NOUNS, *FACTS["other words"], *OPPOSITES, *SOUNDS])
+    if len(word) <= 12 and word not in UNSEEN_WORDS
+]
+PROPER_WORDS = [
+    name
+    for name in [
+        *(name for _, names, _ in COUNTRIES for name in names),
+        *CITIES,
+        *DAYS,
+        *MONTHS,
+        "Tinyvllm",
+        *FACTS["names"],
+    ]
+    if name.isascii() and name.isalpha() and len(name) <= 12
+]
 NO_OPPOSITE = [word for word in [*NOUNS, *FACTS["other words"], *COLORS] if word not in OPPOSITES]
 NO_SOUND = [noun for noun in NOUNS if noun not in SOUNDS and noun not in ("baby", "horn", "bell")]
 NO_COLOR = [noun for noun in NOUNS if all(noun not in thing for thing in THING_COLORS) and noun not in COLORS]
@@ -113,11 +173,48 @@ def plural(noun: str) -> str:
 
 def made_up_word(rng: Random) -> str:
     """A word that does not exist, four to nine letters."""
-    heads = ("b", "bl", "br", "c", "ch", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "pl", "qu", "r", "s", "sh",
-             "st", "t", "th", "tr", "v", "w", "x", "y", "z", "")
+    heads = (
+        "b",
+        "bl",
+        "br",
+        "c",
+        "ch",
+        "d",
+        "dr",
+        "f",
+        "fl",
+        "g",
+        "gr",
+        "h",
+        "j",
+        "k",
+        "l",
+        "m",
+        "n",
+        "p",
+        "pl",
+        "qu",
+        "r",
+        "s",
+        "sh",
+        "st",
+        "t",
+        "th",
+        "tr",
+        "v",
+        "w",
+        "x",
+        "y",
+        "z",
+        "",
+    )
     tails = ("", "n", "r", "l", "m", "p", "t", "s", "ck", "nd", "x", "b", "g", "d")
-    return "".join(rng.choice(heads) + rng.choice("aeiou") + rng.choice(tails) for _ in range(rng.choice((1, 2, 2, 2, 3))))[:9]
+    return "".join(
+        rng.choice(heads) + rng.choice("aeiou") + rng.choice(tails) for _ in range(rng.choice((1, 2, 2, 2, 3)))
+    )[:9]
 
 
 def made_up_country(rng: Random) -> str:
-    return capital_letter(made_up_word(rng)[:6] + rng.choice(("ia", "land", "stan", "onia", "ova", "or", "istan", "a", "o", "ania", "")))
+    return capital_letter(
+        made_up_word(rng)[:6] + rng.choice(("ia", "land", "stan", "onia", "ova", "or", "istan", "a", "o", "ania", ""))
+    )

@@ -1,4 +1,4 @@
-"""The skills of the demo model, one function each: draw a fact or a pair of numbers, give the wording's slots and the answer.
+"""The skills of the demo model, one function each: draw a fact or numbers, give the wording's slots and the answer.
 
 Answers may carry two marks for tokens.py, invisible in their text: what stands between two CHARS marks is written one
 character a token (so that spelling is a matter of letters), and CUT separates pieces that are encoded apart.
@@ -10,18 +10,40 @@ import re
 from collections.abc import Callable
 from random import Random
 
-from .facts import (
-    CITIES, COLORS, COUNTRIES, CUT, DAYS, DAYS_IN, IRREGULAR, MIXES, MONTHS, NOUNS, OPPOSITES, ORDINALS, SHORT_ORDINALS, SOUNDS,
-    PROPER_WORDS, THING_COLORS, UNSEEN_WORDS, WORDS, article, capital_letter, in_words, made_up_word, pair_is_held, plural,
+from tinyvllm_cli.demo.facts import (
+    CITIES,
+    COLORS,
+    COUNTRIES,
+    CUT,
+    DAYS,
+    DAYS_IN,
+    IRREGULAR,
+    MIXES,
+    MONTHS,
+    NOUNS,
+    OPPOSITES,
+    ORDINALS,
+    PROPER_WORDS,
+    SHORT_ORDINALS,
+    SOUNDS,
+    THING_COLORS,
+    UNSEEN_WORDS,
+    WORDS,
+    article,
+    capital_letter,
+    in_words,
+    made_up_word,
+    pair_is_held,
+    plural,
 )
 
 CHARS = "\x01"
 UNKNOWN = "I'm sorry, I don't know."
-THINGS, WITH_OPPOSITE, SPANS, ANIMALS, ODD_NOUNS, MIXED = map(list, (THING_COLORS, OPPOSITES, DAYS_IN, SOUNDS, IRREGULAR, MIXES))
+THINGS, WITH_OPPOSITE, SPANS = list(THING_COLORS), list(OPPOSITES), list(DAYS_IN)
+ANIMALS, ODD_NOUNS, MIXED = list(SOUNDS), list(IRREGULAR), list(MIXES)
 SHORT_WORDS = [word for word in WORDS if len(word) <= 6]
 NOT_COLORS = [noun for noun in NOUNS if noun not in ("orange", "rose", "peach", "cherry", "coal")]
-Slots = dict[str, str]
-Item = tuple[Slots, str]
+Item = tuple[dict[str, str], str]
 
 
 def _without_article(rng: Random, name: str) -> str:
@@ -48,8 +70,10 @@ def _country(rng: Random, held: bool) -> Item:
 def _is_capital(rng: Random, held: bool) -> Item:
     name, names, city = rng.choice(COUNTRIES)
     other = city if rng.random() < 0.5 else rng.choice(CITIES)
-    return {"x": _without_article(rng, rng.choice(names)), "y": other}, \
-        f"{'Yes' if other == city else 'No'}, the capital of {name} is {city}{_stop(city)}"
+    return {
+        "x": _without_article(rng, rng.choice(names)),
+        "y": other,
+    }, f"{'Yes' if other == city else 'No'}, the capital of {name} is {city}{_stop(city)}"
 
 
 def pair(rng: Random, held: bool, top: int | None = None) -> tuple[int, int]:
@@ -63,7 +87,7 @@ def pair(rng: Random, held: bool, top: int | None = None) -> tuple[int, int]:
             return a, b
 
 
-def _numbers(rng: Random, a: int, b: int, result: int = 0) -> Slots:
+def _numbers(rng: Random, a: int, b: int, result: int = 0) -> dict[str, str]:
     """Slots of two numbers, now and then as words; {r} is a claimed result, right or wrong."""
     typed_a, typed_b = str(a), str(b)
     if max(a, b) < 100 and rng.random() < 0.13:
@@ -128,25 +152,35 @@ def _neighbour(names: list[str], unit: str, step: int) -> Callable[[Random, bool
         i = rng.randrange(len(names))
         where = "after" if step > 0 else "before"
         return {"x": names[i]}, f"The {unit} {where} {names[i]} is {names[(i + step) % len(names)]}."
+
     return item
 
 
 def _numbered(names: list[str], phrase: str) -> Callable[[Random, bool], Item]:
     def item(rng: Random, held: bool) -> Item:
         i = rng.randrange(len(names))
-        return {"n": (ORDINALS if rng.random() < 0.6 else SHORT_ORDINALS)[i], "i": str(i + 1)}, f"The {ORDINALS[i]} {phrase} is {names[i]}."
+        return {
+            "n": (ORDINALS if rng.random() < 0.6 else SHORT_ORDINALS)[i],
+            "i": str(i + 1),
+        }, f"The {ORDINALS[i]} {phrase} is {names[i]}."
+
     return item
 
 
 def _days_in(rng: Random, held: bool) -> Item:
     name = rng.choice(SPANS)
-    return {"x": rng.choice((name, name, re.sub("^a ", "one ", name)))}, f"{capital_letter(name)} has {DAYS_IN[name]} days."
+    return {
+        "x": rng.choice((name, name, re.sub("^a ", "one ", name)))
+    }, f"{capital_letter(name)} has {DAYS_IN[name]} days."
 
 
 def _sound(rng: Random, held: bool) -> Item:
     animal = rng.choice(ANIMALS)
-    slots = {"ax": rng.choice((article(animal), article(animal), "the " + animal, animal)), "x": animal,
-             "xs": plural(animal).replace(CUT, "")}
+    slots = {
+        "ax": rng.choice((article(animal), article(animal), "the " + animal, animal)),
+        "x": animal,
+        "xs": plural(animal).replace(CUT, ""),
+    }
     return slots, f"{capital_letter(article(animal))} says {SOUNDS[animal]}."
 
 
@@ -231,12 +265,16 @@ def _word(rng: Random, held: bool) -> tuple[str, str]:
     if held:
         word = rng.choice(UNSEEN_WORDS if draw < 0.5 else WORDS)
     else:
-        word = rng.choice(WORDS) if draw < 0.5 else rng.choice(PROPER_WORDS).lower() if draw < 0.58 else made_up_word(rng)
+        word = (
+            rng.choice(WORDS) if draw < 0.5 else rng.choice(PROPER_WORDS).lower() if draw < 0.58 else made_up_word(rng)
+        )
         if 0.58 <= draw < 0.68:
             word = rng.choice(SHORT_WORDS) + rng.choice(SHORT_WORDS)
         if word in UNSEEN_WORDS:
             return _word(rng, held)
-    return word, word if rng.random() < 0.6 else rng.choice((f"'{word}'", f'"{word}"', capital_letter(word), word.upper()))
+    return word, word if rng.random() < 0.6 else rng.choice(
+        (f"'{word}'", f'"{word}"', capital_letter(word), word.upper())
+    )
 
 
 def _backwards(rng: Random, held: bool) -> Item:
@@ -260,14 +298,39 @@ def _big_difference(rng: Random, held: bool) -> Item:
 
 
 ITEMS: dict[str, Callable[[Random, bool], Item]] = {
-    "capital": _capital, "country": _country, "is capital": _is_capital, "sum": _sum, "difference": _difference, "gap": _gap,
-    "product": _product, "thing color": _thing_color, "mix": _mix, "is color": _is_color, "opposite": _opposite,
-    "day after": _neighbour(DAYS, "day", 1), "day before": _neighbour(DAYS, "day", -1),
-    "month after": _neighbour(MONTHS, "month", 1), "month before": _neighbour(MONTHS, "month", -1),
-    "month number": _numbered(MONTHS, "month"), "day number": _numbered(DAYS, "day of the week"), "days in": _days_in,
-    "sound": _sound, "plural": _plural, "singular": _singular, "to words": _to_words, "to digits": _to_digits,
-    "count range": _count_range, "count to": _count_to, "count down": _count_down, "count on": _count_on,
-    "count from": _count_from, "count steps": _count_steps, "next number": _next_number, "previous number": _previous_number,
-    "backwards": _backwards, "spell": _spell,
-    "big sum": _big_sum, "big difference": _big_difference,
+    "capital": _capital,
+    "country": _country,
+    "is capital": _is_capital,
+    "sum": _sum,
+    "difference": _difference,
+    "gap": _gap,
+    "product": _product,
+    "thing color": _thing_color,
+    "mix": _mix,
+    "is color": _is_color,
+    "opposite": _opposite,
+    "day after": _neighbour(DAYS, "day", 1),
+    "day before": _neighbour(DAYS, "day", -1),
+    "month after": _neighbour(MONTHS, "month", 1),
+    "month before": _neighbour(MONTHS, "month", -1),
+    "month number": _numbered(MONTHS, "month"),
+    "day number": _numbered(DAYS, "day of the week"),
+    "days in": _days_in,
+    "sound": _sound,
+    "plural": _plural,
+    "singular": _singular,
+    "to words": _to_words,
+    "to digits": _to_digits,
+    "count range": _count_range,
+    "count to": _count_to,
+    "count down": _count_down,
+    "count on": _count_on,
+    "count from": _count_from,
+    "count steps": _count_steps,
+    "next number": _next_number,
+    "previous number": _previous_number,
+    "backwards": _backwards,
+    "spell": _spell,
+    "big sum": _big_sum,
+    "big difference": _big_difference,
 }

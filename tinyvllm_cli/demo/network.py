@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from .tokens import SPECIALS, VOCAB_SIZE
+from tinyvllm_cli.demo.tokens import SPECIALS, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,12 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        q, kv, hidden, inner = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden, shape.intermediate
+        q, kv, hidden, inner = (
+            shape.heads * shape.head_dim,
+            shape.kv_heads * shape.head_dim,
+            shape.hidden,
+            shape.intermediate,
+        )
         out_std = 0.02 / math.sqrt(2 * shape.layers)
         self.attn_norm, self.mlp_norm = nn.Parameter(torch.ones(hidden)), nn.Parameter(torch.ones(hidden))
         self.q, self.k, self.v = (nn.Parameter(torch.randn(rows, hidden) * 0.02) for rows in (q, kv, kv))
@@ -73,17 +78,27 @@ class Block(nn.Module):
         shape, dtype = self.shape, x.dtype
         batch, length, _ = x.shape
         h = F.rms_norm(x, (shape.hidden,), self.attn_norm.to(dtype), shape.eps)
-        q, k, v = (F.linear(h, weight.to(dtype)).view(batch, length, -1, shape.head_dim).transpose(1, 2) for weight in (self.q, self.k, self.v))
+        q, k, v = (
+            F.linear(h, weight.to(dtype)).view(batch, length, -1, shape.head_dim).transpose(1, 2)
+            for weight in (self.q, self.k, self.v)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         share = shape.heads // shape.kv_heads
-        attended = F.scaled_dot_product_attention(q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), is_causal=True)
+        attended = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), is_causal=True
+        )
         x = x + F.linear(attended.transpose(1, 2).reshape(batch, length, -1), self.o.to(dtype))
         h = F.rms_norm(x, (shape.hidden,), self.mlp_norm.to(dtype), shape.eps)
-        return x + F.linear(F.silu(F.linear(h, self.gate.to(dtype))) * F.linear(h, self.up.to(dtype)), self.down.to(dtype))
+        return x + F.linear(
+            F.silu(F.linear(h, self.gate.to(dtype))) * F.linear(h, self.up.to(dtype)), self.down.to(dtype)
+        )
 
 
 class Llama(nn.Module):
     """ids [B, T] -> final hidden states [B, T, hidden]; `logits` turns those into scores with the tied embedding."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -110,26 +125,65 @@ class Llama(nn.Module):
 def save_folder(model: Llama, folder: Path) -> None:
     """config.json, generation_config.json and model.safetensors (bf16) under Hugging Face's names."""
     shape = model.shape
-    names = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj",
-             "v": "self_attn.v_proj", "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+    names = {
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
     tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
     for i, block in enumerate(model.blocks):
         for name, parameter in block.named_parameters():
             tensors[f"model.layers.{i}.{names[name]}.weight"] = parameter
-    save_file({name: tensor.detach().to(torch.bfloat16).cpu().contiguous() for name, tensor in tensors.items()},
-              folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.detach().to(torch.bfloat16).cpu().contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     first_special = shape.vocab - len(SPECIALS)
     begin, end_of_text, end_of_turn = first_special, first_special + 1, first_special + 4
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "hidden_act": "silu",
-        "max_position_embeddings": shape.max_positions, "rms_norm_eps": shape.eps, "rope_theta": shape.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", "factor": shape.rope_factor, "low_freq_factor": shape.rope_low,
-                         "high_freq_factor": shape.rope_high, "original_max_position_embeddings": shape.rope_original},
-        "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
-        "bos_token_id": begin, "eos_token_id": [end_of_text, end_of_turn], "pad_token_id": first_special + 5, "use_cache": True,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": shape.rope_factor,
+            "low_freq_factor": shape.rope_low,
+            "high_freq_factor": shape.rope_high,
+            "original_max_position_embeddings": shape.rope_original,
+        },
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": begin,
+        "eos_token_id": [end_of_text, end_of_turn],
+        "pad_token_id": first_special + 5,
+        "use_cache": True,
     }
-    generation = {"bos_token_id": begin, "eos_token_id": [end_of_text, end_of_turn], "pad_token_id": first_special + 5, "do_sample": False}
+    generation = {
+        "bos_token_id": begin,
+        "eos_token_id": [end_of_text, end_of_turn],
+        "pad_token_id": first_special + 5,
+        "do_sample": False,
+    }
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

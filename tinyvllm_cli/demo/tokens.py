@@ -1,4 +1,4 @@
-"""The demo model's tokenizer (byte-level BPE, digits one by one, Llama 3 special tokens) and conversations as token rows."""
+"""The demo model's tokenizer (byte-level BPE, digits one by one, Llama 3's special tokens); conversations as rows."""
 
 from __future__ import annotations
 
@@ -9,37 +9,63 @@ from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from .data import Conversation, Turn, conversation
-from .facts import CUT
-from .items import CHARS
+from tinyvllm_cli.demo.data import Conversation, Turn, conversation
+from tinyvllm_cli.demo.facts import CUT
+from tinyvllm_cli.demo.items import CHARS
 
 VOCAB_SIZE = 1280
-SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|finetune_right_pad_id|>",
-            "<|reserved_special_token_0|>", "<|reserved_special_token_1|>")
-PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPECIALS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+)
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def train_tokenizer(seed: int = 0, num_conversations: int = 60000) -> Tokenizer:
     """Learns the merges from training conversations; the special tokens take the last ids."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"),
-                                                       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     rng = Random(f"tokenizer {seed}")
     texts = ["system", "user", "assistant", "\n\n"] * 50
     for _ in range(num_conversations):
         chat = conversation(rng)
         texts += [chat.system or "Hi"] + [text for turn in chat.turns for text in (turn.question, _plain(turn.answer))]
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - len(SPECIALS), min_frequency=2, show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(SPECIALS),
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(list(SPECIALS))
     bos = SPECIALS[0]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))])
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise RuntimeError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, {VOCAB_SIZE} were wanted")
     return tokenizer
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no {token}")
+    return int(found)
 
 
 def _plain(answer: str) -> str:
@@ -56,7 +82,7 @@ class Row:
 
 
 class Encoder:
-    """Conversation -> Row. In training, tokens of questions are at times split into their halves, so that spelling is learned."""
+    """Conversation -> Row. In training, tokens of questions are at times split in halves: so spelling is learned."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -64,10 +90,12 @@ class Encoder:
         vocab: dict[str, int] = model["vocab"]
         self._halves = {vocab[a + b]: (vocab[a], vocab[b]) for a, b in model["merges"]}
         self._cache: dict[str, list[int]] = {}
-        special = {name: tokenizer.token_to_id(name) for name in SPECIALS}
+        special = {name: _id(tokenizer, name) for name in SPECIALS}
         self.bos, self.end_of_text, self.end_of_turn = special[SPECIALS[0]], special[SPECIALS[1]], special[SPECIALS[4]]
-        self._header = {role: [special[SPECIALS[2]], *self._encode(role), special[SPECIALS[3]], *self._encode("\n\n")]
-                        for role in ("system", "user", "assistant")}
+        self._header = {
+            role: [special[SPECIALS[2]], *self._encode(role), special[SPECIALS[3]], *self._encode("\n\n")]
+            for role in ("system", "user", "assistant")
+        }
 
     def _encode(self, text: str) -> list[int]:
         ids = self._cache.get(text)
@@ -105,7 +133,13 @@ class Encoder:
             self._add(row, [*self._header["system"], *self._encode(chat.system), self.end_of_turn], False)
         for i, turn in enumerate(chat.turns):
             self._add(row, self._header["user"], False)
-            self._add(row, [*self._split(self._encode(turn.question), rng, chance)] if rng and chance else self._encode(turn.question), False)
+            self._add(
+                row,
+                [*self._split(self._encode(turn.question), rng, chance)]
+                if rng and chance
+                else self._encode(turn.question),
+                False,
+            )
             self._add(row, [self.end_of_turn, *self._header["assistant"]], False)
             if i + 1 < len(chat.turns):
                 self._add(row, [*self.answer(turn.answer), self.end_of_turn], True)
@@ -127,6 +161,13 @@ class Encoder:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIALS[0], "eos_token": SPECIALS[4], "pad_token": SPECIALS[5],
-              "clean_up_tokenization_spaces": False, "model_max_length": 1024, "model_input_names": ["input_ids", "attention_mask"]}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIALS[0],
+        "eos_token": SPECIALS[4],
+        "pad_token": SPECIALS[5],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

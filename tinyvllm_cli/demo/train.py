@@ -1,14 +1,13 @@
-"""Makes the demo model again: `python -m tinyvllm_cli.demo.train --out FOLDER` on a machine with one GPU, under 8 minutes.
+"""Makes the demo model again: `python -m tinyvllm_cli.demo.train --out FOLDER`, on a GPU in under 8 minutes.
 
-Worker processes write seeded conversations and encode them; batches are rows of similar length; the loss counts answers only.
-At the end the weights are rounded to bf16, saved as a Hugging Face folder and scored on held-out questions.
+Worker processes write seeded conversations and encode them; batches are rows of similar length; the loss counts answers
+only. At the end the weights are rounded to bf16, saved as a Hugging Face folder and scored on held-out questions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -24,15 +23,16 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from .data import SKILLS, Conversation, conversation, held_out
-from .facts import FOLDER
-from .network import Llama, Shape, save_folder
-from .tokens import Encoder, train_tokenizer, write_tokenizer
+from tinyvllm_cli.demo.data import EXTRA_SKILLS, SKILLS, Conversation, conversation, held_out
+from tinyvllm_cli.demo.facts import FOLDER
+from tinyvllm_cli.demo.network import Llama, Shape, save_folder
+from tinyvllm_cli.demo.tokens import Encoder, train_tokenizer, write_tokenizer
 
 LENGTHS = (48, 80, 128, 256)  # rows are padded to the first of these that holds them
 SHARD_SIZE = 10000  # conversations made at a time
-EXTRA_SKILLS = ("follow-ups", "three-digit sums and differences")
-Shard = dict[int, tuple[NDArray[np.int16], NDArray[np.int16]]]  # row length -> ids and labels [rows, length], -1 where no answer
+Shard = dict[
+    int, tuple[NDArray[np.int16], NDArray[np.int16]]
+]  # row length -> ids and labels [rows, length], -1 where no answer
 _encoder: Encoder | None = None
 
 
@@ -54,8 +54,13 @@ def _make_shard(seed: int) -> Shard:
             pad = length - len(row.ids)
             labels = [token if loss else -1 for token, loss in zip(row.ids[1:], row.loss[1:], strict=True)]
             rows[length].append((row.ids + [0] * pad, labels + [-1] * (pad + 1)))
-    return {length: (np.array([ids for ids, _ in found], np.int16).reshape(-1, length),
-                     np.array([labels for _, labels in found], np.int16).reshape(-1, length)) for length, found in rows.items()}
+    return {
+        length: (
+            np.array([ids for ids, _ in found], np.int16).reshape(-1, length),
+            np.array([labels for _, labels in found], np.int16).reshape(-1, length),
+        )
+        for length, found in rows.items()
+    }
 
 
 def batches(shards: Iterator[Shard], batch_tokens: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -75,8 +80,13 @@ def train(model: Llama, device: torch.device, shards: Iterator[Shard], args: arg
     """AdamW, short warm-up, linear decay to zero over the conversations (or the minutes, whichever end first)."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
-                                  lr=args.rate, betas=(0.9, 0.98), eps=1e-9, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
+        lr=args.rate,
+        betas=(0.9, 0.98),
+        eps=1e-9,
+        fused=device.type == "cuda",
+    )
     num_shards = max(1, args.conversations // SHARD_SIZE)
     started, step, tokens = time.monotonic(), 0, 0
     for count, ids, labels in batches(shards, args.batch_tokens):
@@ -84,7 +94,9 @@ def train(model: Llama, device: torch.device, shards: Iterator[Shard], args: arg
         progress = max(count / num_shards, minutes / args.minutes)
         if minutes >= args.minutes:
             break
-        rate = args.rate * min(1.0, (step + 1) / 300, max(0.0, 1 - progress) / (1 - args.hold) if progress > args.hold else 1.0)
+        rate = args.rate * min(
+            1.0, (step + 1) / 300, max(0.0, 1 - progress) / (1 - args.hold) if progress > args.hold else 1.0
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         places = (labels.view(-1) >= 0).nonzero().squeeze(1)
@@ -100,13 +112,19 @@ def train(model: Llama, device: torch.device, shards: Iterator[Shard], args: arg
         step, tokens = step + 1, tokens + ids.numel()
         if step in (1, 10, 50) or step % 500 == 0:
             seconds = time.monotonic() - started
-            print(f"step {step}  loss {loss.item():.4f}  rate {rate:.5f}  {count * SHARD_SIZE:,} conversations  {seconds:.0f} s  "
-                  f"{tokens / seconds / 1e6:.2f} M tokens/s", flush=True)
+            print(
+                f"step {step}  loss {loss.item():.4f}  rate {rate:.5f}  {count * SHARD_SIZE:,} conversations  "
+                f"{seconds:.0f} s  "
+                f"{tokens / seconds / 1e6:.2f} M tokens/s",
+                flush=True,
+            )
     print(f"trained {step} steps, {tokens / 1e6:.0f} M tokens in {time.monotonic() - started:.0f} s", flush=True)
 
 
 @torch.no_grad()
-def answer(model: Llama, encoder: Encoder, chats: list[Conversation], device: torch.device, max_tokens: int) -> list[str]:
+def answer(
+    model: Llama, encoder: Encoder, chats: list[Conversation], device: torch.device, max_tokens: int
+) -> list[str]:
     """Greedy answers: the whole row again for each token, which is simple and fast enough for a model of this size."""
     prompts = [encoder.prompt(chat).ids for chat in chats]
     limit = max(len(ids) for ids in prompts) + max_tokens
@@ -125,10 +143,12 @@ def answer(model: Llama, encoder: Encoder, chats: list[Conversation], device: to
             break
         rows[active, ends[active]] = token
         ends[active] += 1
-    return [encoder.tokenizer.decode(rows[i, len(ids): int(ends[i])].tolist()) for i, ids in enumerate(prompts)]
+    return [encoder.tokenizer.decode(rows[i, len(ids) : int(ends[i])].tolist()) for i, ids in enumerate(prompts)]
 
 
-def score(model: Llama, encoder: Encoder, device: torch.device, count: int, show: int, max_tokens: int = 120) -> dict[str, float]:
+def score(
+    model: Llama, encoder: Encoder, device: torch.device, count: int, show: int, max_tokens: int = 120
+) -> dict[str, float]:
     """Share of exact answers by skill, on held-out questions; prints some of the mistakes."""
     scores: dict[str, float] = {}
     for skill in (*SKILLS, *EXTRA_SKILLS):
@@ -146,7 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--conversations", type=int, default=5_000_000)
-    parser.add_argument("--minutes", type=float, default=5.5, help="training ends here at the latest, with the rate decayed")
+    parser.add_argument(
+        "--minutes", type=float, default=5.5, help="training ends here at the latest, with the rate decayed"
+    )
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--hold", type=float, default=0.3, help="share of the training before the rate decays")
@@ -163,11 +185,15 @@ def main() -> None:
     write_tokenizer(tokenizer, args.out)
     shutil.copy(FOLDER / "chat_template.jinja", args.out / "chat_template.jinja")
     num_shards = max(1, args.conversations // SHARD_SIZE)
-    with multiprocessing.get_context("fork").Pool(args.workers, _start_worker, (str(args.out / "tokenizer.json"),)) as pool:
+    with multiprocessing.get_context("fork").Pool(
+        args.workers, _start_worker, (str(args.out / "tokenizer.json"),)
+    ) as pool:
         shards = pool.imap(_make_shard, range(num_shards))  # forked before CUDA starts
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = Llama(Shape(), torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters()):,} parameters, {time.monotonic() - began:.0f} s", flush=True
+        )
         if not args.no_compile:
             for block in model.blocks:
                 block.compile(dynamic=False)
