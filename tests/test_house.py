@@ -42,6 +42,7 @@ RULES: dict[str, str] = {
     "tinyvllm_cli.options": "typer errors",
     "tinyvllm_cli.cli": "rich typer errors options render lazy commands",
     "tinyvllm_cli.__main__": "cli",
+    "tinyvllm_cli.demo.score": "engine llm demo",
     "tinyvllm_cli.demo": "torch numpy tokenizers safetensors demo",
     "tinyvllm_cli": "",
     "cuda_ext.check": "errors cuda_ext",

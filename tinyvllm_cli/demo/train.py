@@ -38,7 +38,6 @@ _encoder: Encoder | None = None
 
 def _start_worker(tokenizer_file: str) -> None:
     global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(Tokenizer.from_file(tokenizer_file))
 
 
