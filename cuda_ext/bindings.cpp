@@ -22,10 +22,13 @@ constexpr auto kInt = ScalarType::Int;
 constexpr auto kLong = ScalarType::Long;
 constexpr auto kFloat = ScalarType::Float;
 
-// "[2, 3]". Not ArrayRef's own operator<<, which overflows the stack in torch 2.11.
+// Numbers for messages. TORCH_CHECK itself is given strings only: with torch 2.11's wheel, writing a number to its stream
+// from an extension ended in a segmentation fault.
+std::string text(int64_t value) { return std::to_string(value); }
+
 std::string text(at::IntArrayRef values) {
   std::string result = "[";
-  for (size_t i = 0; i < values.size(); ++i) result += (i ? ", " : "") + std::to_string(values[i]);
+  for (size_t i = 0; i < values.size(); ++i) result += (i ? ", " : "") + text(values[i]);
   return result + "]";
 }
 
@@ -39,8 +42,8 @@ class Call {
     check_base(name, t, dtype, shape.size());
     int64_t dim = 0;
     for (int64_t size : shape) {
-      TORCH_CHECK(size < 0 || t.size(dim) == size, op_, ": ", name, " has shape ", text(t.sizes()), ", expected size ", size,
-                  " in dimension ", dim);
+      TORCH_CHECK(size < 0 || t.size(dim) == size, op_, ": ", name, " has shape ", text(t.sizes()), ", expected size ", text(size),
+                  " in dimension ", text(dim));
       ++dim;
     }
     TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous, its strides are ", text(t.strides()));
@@ -49,7 +52,8 @@ class Call {
   // Rows of any stride, but contiguous and 16-byte aligned each.
   void check_rows(const char* name, const Tensor& t, ScalarType dtype, int64_t row_size) const {
     check_base(name, t, dtype, 2);
-    TORCH_CHECK(t.size(1) == row_size, op_, ": ", name, " has shape ", text(t.sizes()), ", expected rows of ", row_size);
+    TORCH_CHECK(t.size(1) == row_size, op_, ": ", name, " has shape ", text(t.sizes()), ", expected rows of ",
+                text(row_size));
     TORCH_CHECK(t.stride(1) == 1 && t.stride(0) >= 0 && t.stride(0) * t.element_size() % 16 == 0, op_, ": ", name,
                 " must have contiguous rows whose starts are 16 bytes aligned, its strides are ", text(t.strides()));
   }
@@ -57,7 +61,7 @@ class Call {
   // A contiguous tensor of any shape with at least so many elements.
   void check_scratch(const char* name, const Tensor& t, ScalarType dtype, int64_t numel) const {
     check_base(name, t, dtype, t.dim());
-    TORCH_CHECK(t.numel() >= numel, op_, ": ", name, " has ", t.numel(), " elements, needs ", numel);
+    TORCH_CHECK(t.numel() >= numel, op_, ": ", name, " has ", text(t.numel()), " elements, needs ", text(numel));
     TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous, its strides are ", text(t.strides()));
   }
 
@@ -70,13 +74,13 @@ class Call {
   }
 
   int fits_int(const char* name, int64_t value) const {
-    TORCH_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), op_, ": ", name, " is ", value,
+    TORCH_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), op_, ": ", name, " is ", text(value),
                 ", which is out of range");
     return static_cast<int>(value);
   }
 
   void require(bool condition, const char* name, const char* what, int64_t value) const {
-    TORCH_CHECK(condition, op_, ": ", name, " ", what, ", got ", value);
+    TORCH_CHECK(condition, op_, ": ", name, " ", what, ", got ", text(value));
   }
 
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(device_.index()); }
@@ -90,7 +94,7 @@ class Call {
   void check_base(const char* name, const Tensor& t, ScalarType dtype, int64_t dims) const {
     TORCH_CHECK(t.device() == device_, op_, ": ", name, " is on ", t.device(), ", expected ", device_);
     TORCH_CHECK(t.scalar_type() == dtype, op_, ": ", name, " is ", t.scalar_type(), ", expected ", dtype);
-    TORCH_CHECK(t.dim() == dims, op_, ": ", name, " has shape ", text(t.sizes()), ", expected ", dims, " dimensions");
+    TORCH_CHECK(t.dim() == dims, op_, ": ", name, " has shape ", text(t.sizes()), ", expected ", text(dims), " dimensions");
     TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, op_, ": ", name,
                 " must start at a multiple of 16 bytes");
   }
