@@ -45,8 +45,16 @@ def tinyvllm(*arguments: object, stdin: bytes = b"") -> Outcome:
     return Outcome(int(caught.value.code or 0), *texts)
 
 
+DEVICE = "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _on_each_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "DEVICE", device)
+
+
 def generate(*arguments: object, stdin: bytes = b"") -> Outcome:
-    return tinyvllm("generate", "--device", "cpu", *arguments, stdin=stdin)
+    return tinyvllm("generate", "--device", DEVICE, *arguments, stdin=stdin)
 
 
 def write_jsonl(path: Path, lines: Sequence[object]) -> Path:
@@ -92,7 +100,7 @@ def test_record(hello: Path) -> None:
     first, *_, last = outcome.err.splitlines()
     assert first == f"model: {hello}"
     assert last.startswith("1 answer · 2 tokens in, 11 out · ")
-    assert last.endswith("cpu float32")
+    assert last.endswith("cpu float32" if DEVICE == "cpu" else "cuda:0 bfloat16")
 
 
 @pytest.mark.parametrize("way", ["arguments", "file", "stdin", "dash", "jsonl", "jsonl stdin"])

@@ -147,6 +147,8 @@ LIMITS: dict[str, dict[str, Any]] = {
     "two steps ahead": {"run_ahead": 2},
     "few blocks, two steps ahead": {"num_kv_blocks": 14, "block_size": 8, "run_ahead": 2},
     "no graphs": {"graphs": False},
+    "few blocks, no graphs": {"num_kv_blocks": 14, "block_size": 8, "graphs": False},
+    "chunks of 8, no graphs": {"max_batched_tokens": 8, "graphs": False},
 }
 
 
