@@ -12,11 +12,11 @@ namespace {
 constexpr int kMaxRows = 8;
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kTileFeatures = 8;                          // the n side of an MMA
-constexpr int kTileOutputs = kMaxRows * kTileFeatures;
+constexpr int kTileFeatures = 8;                          // an MMA takes one tile, or two
 constexpr int kChunk = 64;                                // elements of K that a warp takes from each feature at once
 constexpr int kChunkVectors = kChunk / 8;
 constexpr int kStep = kWarps * kChunk;                    // elements of K that the CTA takes at once
+constexpr int kStepsAhead = 4;                            // of x, when it is not held
 constexpr int kTileBytes = kTileFeatures * kChunk * 2;    // one tile, one warp, one step
 constexpr int kRingTiles = 12;                            // tiles per warp in flight: 192 KB per CTA
 constexpr int kSmallRingTiles = 4;                        // for devices with 100 KB of shared memory: 64 KB per CTA
@@ -32,26 +32,27 @@ __device__ __forceinline__ int first_element(int step) {
   return step * kStep + threadIdx.x / kWarpSize * kChunk;
 }
 
+// `source` is the lane's piece of step 0; `count` elements follow it in its row, none if there is no such row.
 template <typename T>
-__device__ __forceinline__ Piece load_x(const T* x, int step, int num_rows, int in_features) {
-  const int row = threadIdx.x % kWarpSize / 4;
+__device__ __forceinline__ Piece load_x(const T* source, int count, int step) {
   Piece piece;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int k = first_element(step) + 32 * i + threadIdx.x % 4 * 8;
-    const bool valid = row < num_rows && k < in_features;
-    piece.half[i] = valid ? load16(x + static_cast<int64_t>(row) * in_features + k) : make_uint4(0, 0, 0, 0);
+    const int k = step * kStep + 32 * i;
+    piece.half[i] = k < count ? load16(source + k) : make_uint4(0, 0, 0, 0);
   }
   return piece;
 }
 
-// sums[row g][features 2q, 2q + 1] += x * weights; the lower eight rows of the MMA are zero.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&sums)[4], const Piece& x, const Piece& weights) {
+// sums[2 t + r] += weights of feature 8 t + g times row 2q + r of x. Without a second tile, half of each MMA is zero.
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply(float (&sums)[4], const Piece (&weights)[kTiles], const Piece& x) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    mma_16x8x16<T>(sums, {x.half[i].x, 0, x.half[i].y, 0}, {weights.half[i].x, weights.half[i].y});
-    mma_16x8x16<T>(sums, {x.half[i].z, 0, x.half[i].w, 0}, {weights.half[i].z, weights.half[i].w});
+    const uint4 a = weights[0].half[i];
+    const uint4 b = kTiles == 2 ? weights[kTiles - 1].half[i] : make_uint4(0, 0, 0, 0);
+    mma_16x8x16<T>(sums, {a.x, b.x, a.y, b.y}, {x.half[i].x, x.half[i].y});
+    mma_16x8x16<T>(sums, {a.z, b.z, a.w, b.w}, {x.half[i].z, x.half[i].w});
   }
 }
 
@@ -116,12 +117,14 @@ class WeightStream {
   int step_ = 0;
 };
 
-// kHeldSteps: x is held in registers when it takes so many steps; 0: any number, x is read again for every unit.
+// kHeldSteps: x is held in registers when it takes so many steps; 0: any number, x is read again for every unit, some
+// steps ahead.
 template <typename T, int kHeldSteps, int kTiles, int kStages>
-__global__ __launch_bounds__(kThreads, 2) void matvec_kernel(void* out, const T* x, const T* weight, int num_rows,
+__global__ __launch_bounds__(kThreads, kHeldSteps > 0 ? 2 : 1) void matvec_kernel(void* out, const T* x, const T* weight, int num_rows,
                                                              int out_features, int in_features, bool float_out) {
   extern __shared__ uint4 ring[];
-  __shared__ float partial[2][kWarps][kTiles * kTileOutputs];
+  constexpr int kUnitFeatures = kTiles * kTileFeatures;
+  __shared__ float partial[2][kWarps][kMaxRows * kUnitFeatures];
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int num_steps = kHeldSteps > 0 ? kHeldSteps : ceil_div(in_features, kStep);
@@ -132,16 +135,19 @@ __global__ __launch_bounds__(kThreads, 2) void matvec_kernel(void* out, const T*
   allow_next_kernel();
   wait_for_previous_kernel();
 
-  constexpr int kHeld = kHeldSteps > 0 ? kHeldSteps : 1;
+  constexpr int kHeld = kHeldSteps > 0 ? kHeldSteps : kStepsAhead;
   Piece held[kHeld];
+  const int x_row = lane / 4;
+  const int x_first = first_element(0) + lane % 4 * 8;
+  const int x_count = x_row < num_rows ? in_features - x_first : 0;
+  const T* x_source = x + static_cast<int64_t>(x_row) * in_features + x_first;
 #pragma unroll
-  for (int step = 0; step < kHeld; ++step) held[step] = load_x(x, step, num_rows, in_features);
+  for (int step = 0; step < kHeld; ++step) held[step] = load_x(x_source, x_count, step);
 
   int stage = 0;
   int buffer = 0;
-  for (int first = blockIdx.x * kTiles * kTileFeatures; first < out_features;
-       first += gridDim.x * kTiles * kTileFeatures) {
-    float sums[kTiles][4] = {};
+  for (int first = blockIdx.x * kUnitFeatures; first < out_features; first += gridDim.x * kUnitFeatures) {
+    float sums[4] = {};
     const auto multiply_step = [&](const Piece& x_piece) {
       copy_wait<kStages - 1>();
       __syncwarp();  // this stage is complete in all lanes
@@ -151,31 +157,35 @@ __global__ __launch_bounds__(kThreads, 2) void matvec_kernel(void* out, const T*
       __syncwarp();  // and read by all lanes
       stream.issue(stage);
       stage = stage + 1 == kStages ? 0 : stage + 1;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) multiply<T>(sums[tile], x_piece, weights[tile]);
+      multiply<T>(sums, weights, x_piece);
     };
     if constexpr (kHeldSteps > 0) {
 #pragma unroll
       for (int step = 0; step < kHeldSteps; ++step) multiply_step(held[step]);
     } else {
+      const bool is_last = first + gridDim.x * kUnitFeatures >= out_features;
 #pragma unroll 1
-      for (int step = 0; step < num_steps; ++step) {
-        const Piece current = held[0];
-        held[0] = load_x(x, step + 1 == num_steps ? 0 : step + 1, num_rows, in_features);
-        multiply_step(current);
+      for (int block = 0; block < num_steps; block += kStepsAhead) {
+#pragma unroll
+        for (int i = 0; i < kStepsAhead; ++i) {
+          if (block + i >= num_steps) break;
+          const Piece current = held[i];
+          const int next = block + i + kStepsAhead;
+          if (next < num_steps || !is_last) held[i] = load_x(x_source, x_count, next < num_steps ? next : i);
+          multiply_step(current);
+        }
       }
     }
 
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      *reinterpret_cast<float2*>(&partial[buffer][warp][tile * kTileOutputs + 2 * lane]) =
-          make_float2(sums[tile][0], sums[tile][1]);
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      partial[buffer][warp][(lane % 4 * 2 + i % 2) * kUnitFeatures + i / 2 * kTileFeatures + lane / 4] = sums[i];
     }
     __syncthreads();  // the other buffer is free too: its readers have arrived here
-    if (threadIdx.x < kTiles * kTileOutputs) {
-      const int row = threadIdx.x % kTileOutputs / kTileFeatures;
-      const int feature = first + threadIdx.x / kTileOutputs * kTileFeatures + threadIdx.x % kTileFeatures;
-      if (row < num_rows && feature < out_features) {
+    if (threadIdx.x < num_rows * kUnitFeatures) {
+      const int row = threadIdx.x / kUnitFeatures;
+      const int feature = first + threadIdx.x % kUnitFeatures;
+      if (feature < out_features) {
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < kWarps; ++i) total += partial[buffer][i][threadIdx.x];
