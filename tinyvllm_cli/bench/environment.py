@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,6 @@ CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reason
 
 def describe(device: torch.device) -> dict[str, Any]:
     """All that does not change while measuring."""
-    import os
-
     import torch
 
     from tinyvllm_cli import __version__
@@ -36,6 +36,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "device": device.type,
+        "command": sys.argv[1:],
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

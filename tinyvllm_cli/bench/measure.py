@@ -95,7 +95,8 @@ class Meter:
         )
         if result.rate is not None:
             result.latency = _latency(latencies)
-        summarize(result, intervals, self._model.of(case), self.ceiling)
+        ceiling = self.ceiling if result.rate is None else None  # with arrivals the time is not the machine's alone
+        summarize(result, intervals, self._model.of(case), ceiling)
         return result
 
     def _sample(self, case: Case) -> tuple[float, int, Run]:

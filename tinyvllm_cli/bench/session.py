@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,7 @@ class Session:
         seed, warmup: as for `Meter`.
         say: told what is going on.
         ceiling: once known.
+        isolated: run each case in a process of its own; set when a failure has made CUDA useless for this process.
     """
 
     model: Path | ModelConfig
@@ -67,6 +70,7 @@ class Session:
     warmup: bool = True
     say: Say = lambda text: None
     ceiling: Ceiling | None = None
+    isolated: bool = False
     _llm: LLM | None = None
     _meter: Meter | None = None
 
@@ -120,22 +124,37 @@ class Session:
     def measure(self, case: Case, repetitions: int, budget_s: float = float("inf")) -> Result:
         """The result of a case; a failure becomes a result that says why, and the next case has a new engine."""
         began = time.perf_counter()
-        longest = self.config().max_position_embeddings
         try:
+            longest = self.config().max_position_embeddings
             if case.context > longest:
                 raise UserError(f"{case.context} tokens are more than the {longest} that the model was made for")
+            if self.isolated:
+                return self._measure_elsewhere(case, repetitions, budget_s)
             return self.meter.measure(case, repetitions, budget_s)
         except Exception as error:
-            self.seed += 1
             result = empty_result(case)
             name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             result.error = f"{name}{error} (after {time.perf_counter() - began:.1f} s)"
             error.__traceback__ = None  # it would keep the engine's memory
         try:
             self.close()
-        except Exception as error:
-            result.error += f"; then {error}"
+            if self.device == "cuda":
+                import torch
+
+                torch.cuda.synchronize()
+        except Exception:  # such as an illegal access in a kernel, after which every call fails
+            self.isolated = True
         return result
+
+    def _measure_elsewhere(self, case: Case, repetitions: int, budget_s: float) -> Result:
+        """As `measure`, in a new process."""
+        other = replace(self, say=_say_nothing, isolated=False, _llm=None, _meter=None)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(other.measure, case, repetitions, budget_s).result()
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def torch_device(name: str) -> torch.device:

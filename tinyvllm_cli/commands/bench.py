@@ -24,7 +24,7 @@ from tinyvllm_cli.errors import ExitCode, UserError
 DEFAULT_SHAPE = "Llama-3.2-1B"
 DEFAULTS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {"prompts": (512, 2048), "generated": (128,), "batches": (1, 8, 64), "depths": (0,), "repetitions": (5,)},
-    "cpu": {"prompts": (128,), "generated": (16,), "batches": (1, 4), "depths": (0,), "repetitions": (3,)},
+    "cpu": {"prompts": (128,), "generated": (32,), "batches": (1, 8), "depths": (0,), "repetitions": (5,)},
 }
 
 
@@ -170,6 +170,8 @@ def _measure_cases(options: BenchOptions, session: Session, result: BenchResult,
         else:
             budget = suite.ROW_SECONDS if options.suite else float("inf")
             row = session.measure(case, repetitions, budget)
+            if row.error is not None and session.isolated:
+                sink.warn("the device is lost to this process: each further row gets a process of its own")
         if options.suite:
             suite.judge(row)
         result.results.append(row)
@@ -209,6 +211,9 @@ def _cases(options: BenchOptions, device: str) -> list[Case]:
     if options.rate is not None and not options.workload:
         raise UserError("arrivals need requests", where="--rate", fix="Add --workload nano or --workload FILE.",
                         exit_code=ExitCode.USAGE)  # fmt: skip
+    if options.rate is not None and not 0 < options.rate < 1e9:
+        raise UserError(f"{options.rate} is no rate", where="--rate", fix="Give a number above 0.",
+                        exit_code=ExitCode.USAGE)  # fmt: skip
     defaults = DEFAULTS[device]
     if options.suite:
         return suite.suite_cases(options.suite, options.only)
@@ -235,7 +240,7 @@ def _model(options: BenchOptions, device: str, sink: BenchSink) -> tuple[str, Pa
         sink.note(f"model: the shape of {name} with random weights{why}")
         return name, config
     resolved = resolve_model(options.model or DEMO)
-    sink.note(resolved.note if options.model else f"no GPU is used; {resolved.note} (--model, --shape take another)")
+    sink.note(resolved.note if options.model else f"{resolved.note}; no GPU is used")
     read_config(resolved.path)  # what is wrong with it is said before anything is measured
     return resolved.path.resolve().name, resolved.path
 

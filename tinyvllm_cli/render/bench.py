@@ -123,13 +123,15 @@ def _show_tables(result: BenchResult, console: Console) -> None:
     rich.print(facts)
     for heading, columns, rows in sections(result):
         console.heading(heading, blank_before=True)
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
         for i, column in enumerate(columns):
             numeric = bool(i) and all(not row[i] or row[i][0] in "0123456789+-±" or row[i] == "failed" for row in rows)
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
             table.add_row(*map(one_line, row))
         rich.print(table)
+    if any((row.share_of_ceiling or 0) > 1 for row in [*result.results, *result.kernels]):
+        console.note("More than 100% of the ceiling: what is read again and again stays in the caches.")
     points, ceiling = _points(result), result.environment["ceiling"]
     if points and ceiling:
         console.heading("Roofline", blank_before=True)

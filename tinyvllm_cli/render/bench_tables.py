@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Rows = list[tuple[str, ...]]
 COLUMNS = ("Test", "tok/s", "ms/step", "p99", "Work", "Ceiling", "Memory")
 KERNEL_COLUMNS = ("Op", "Weight", "Tokens", "Context", "us", "Work", "Ceiling")
-TARGET_COLUMNS = ("Row", "Measured", "Floor", "Must", "Aim", "Peer", "x peer", "")
+TARGET_COLUMNS = ("Row", "Measured", "Floor", "Must", "Aim", "Peer", "x peer", "Met")
 
 
 def label(result: Result) -> str:
@@ -35,7 +35,7 @@ def summary(result: Result) -> str:
         first = result.latency["time_to_first_token_ms"]
         words.append(f"first token p50 {_number(first['p50'])} ms, p99 {_number(first['p99'])} ms")
     if result.target:
-        words.append(f"must {result.target['must']}, aim {result.target['aim']}: {_verdict(result.target)}")
+        words.append(f"must {result.target['must']}, aim {result.target['aim']}, met: {_verdict(result.target)}")
     return ", ".join(words)
 
 
@@ -91,12 +91,12 @@ def _kernel_row(kernel: KernelResult) -> tuple[str, ...]:
 def _verdict(target: dict[str, Any]) -> str:
     if "value" not in target:
         return "failed"
-    return "aim met" if target["meets_aim"] else "must met" if target["meets_must"] else "missed"
+    return "aim" if target["meets_aim"] else "must" if target["meets_must"] else "neither"
 
 
 def _target_row(result: Result) -> tuple[str, ...]:
     target = result.target or {}
-    unit = {"ms_per_step": "ms/step", "ms": "ms", "tokens_per_second": "tok/s"}[target["unit"]]
+    unit = {"ms_per_step": "ms", "ms": "ms", "tokens_per_second": "tok/s"}[target["unit"]]
     value = _number(target.get("value"))
     numbers = (_number(target[key]) for key in ("floor", "must", "aim", "peer"))
     times = f"{target['times_peer']:.2f}" if "value" in target else ""

@@ -52,8 +52,9 @@ def axes(points: Sequence[Point], bandwidth: float, peak: float) -> Axes:
     ridge = peak / bandwidth
     left = math.log10(min(*(p.intensity for p in points), ridge)) - 0.3
     right = math.log10(max(*(p.intensity for p in points), ridge)) + 0.6
-    lowest = min(min(p.flops for p in points), bandwidth * 10**left)
-    return Axes(bandwidth, peak, left, right, math.log10(lowest) - 0.1, math.log10(peak) + 0.3)
+    bottom = math.log10(min(*(p.flops for p in points), bandwidth * 10**left)) - 0.1
+    top = math.log10(max(*(p.flops for p in points), peak)) + 0.3
+    return Axes(bandwidth, peak, left, right, bottom, top)
 
 
 def text_plot(points: Sequence[Point], bandwidth: float, peak: float) -> list[str]:
