@@ -83,6 +83,8 @@ class ModelRunner:
         self.decode_rows, self.next_positions, self.token_ids, self.positions = state[:4]
         self.slots, self.context_lens, self.last_tokens, self.sampled = state[4:]
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
+        if self.stream:  # weights and buffers were filled on the current stream
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.captured: dict[int, torch.cuda.CUDAGraph] = {}
         self.replayed_rows: Int32Array | None = None  # rows of the last step, if that was a graph's
         size = self.buffers["step_inputs"].size(0)
