@@ -2,7 +2,7 @@
 // x [M, K], weight [N, K] of one 16-bit dtype, out [M, N] of that dtype or fp32; contiguous.
 // Grid: at most one CTA per SM, walking over units of 8 or 16 features; its 16 warps split K, 64 elements at a time,
 //   each through its own ring of asynchronous copies; their partial sums are added in a fixed order.
-// Traffic: 2 N K bytes of weights, bound by bandwidth; the ring is filled before the previous kernel has ended.
+// Traffic: 2 N K bytes of weights, bound by bandwidth; the ring is filled while the previous kernel still runs.
 // Limits: bf16 or fp16; in_features a multiple of 8; a row's result does not depend on the number of rows.
 #include "common.cuh"
 
@@ -18,8 +18,9 @@ constexpr int kChunkVectors = kChunk / 8;
 constexpr int kStep = kWarps * kChunk;                    // elements of K that the CTA takes at once
 constexpr int kStepsAhead = 4;                            // of x, when it is not held
 constexpr int kTileBytes = kTileFeatures * kChunk * 2;    // one tile, one warp, one step
-constexpr int kRingTiles = 12;                            // tiles per warp in flight: 192 KB per CTA
+constexpr int kRingTiles = 12;                            // tiles in a warp's ring: 192 KB per CTA
 constexpr int kSmallRingTiles = 4;                        // for devices with 100 KB of shared memory: 64 KB per CTA
+constexpr int kEarlyTiles = 4;                            // in flight while the previous kernel runs and needs memory
 
 // What a lane multiplies in one step: elements 8q to 8q + 7 of both 32-element halves of its warp's chunk, of row g,
 // with g = lane / 4 and q = lane % 4. An MMA sums over k in any order if both sides agree on it, so a 16-byte piece
@@ -73,10 +74,12 @@ class WeightStream {
     source_ = weight + static_cast<int64_t>(row) * in_features + first_element(0) + threadIdx.x % kChunkVectors * 8;
   }
 
+  __device__ bool has_next() const { return unit_ < out_features_; }
+
   // Starts the copy of the next step, if there is one, into stage `stage`, and closes its group in any case. The lane
   // copies one piece of every fourth feature.
   __device__ void issue(int stage) {
-    if (unit_ < out_features_) {
+    if (has_next()) {
       const int row = threadIdx.x % kWarpSize / kChunkVectors;
       const int piece = threadIdx.x % kChunkVectors;
       const bool in_row = first_element(step_) + piece * 8 < in_features_;
@@ -120,8 +123,8 @@ class WeightStream {
 // kHeldSteps: x is held in registers when it takes so many steps; 0: any number, x is read again for every unit, some
 // steps ahead.
 template <typename T, int kHeldSteps, int kTiles, int kStages>
-__global__ __launch_bounds__(kThreads, kHeldSteps > 0 ? 2 : 1) void matvec_kernel(void* out, const T* x, const T* weight, int num_rows,
-                                                             int out_features, int in_features, bool float_out) {
+__global__ __launch_bounds__(kThreads, kHeldSteps > 0 ? 2 : 1) void matvec_kernel(
+    void* out, const T* x, const T* weight, int num_rows, int out_features, int in_features, bool float_out) {
   extern __shared__ uint4 ring[];
   constexpr int kUnitFeatures = kTiles * kTileFeatures;
   __shared__ float partial[2][kWarps][kMaxRows * kUnitFeatures];
@@ -130,9 +133,12 @@ __global__ __launch_bounds__(kThreads, kHeldSteps > 0 ? 2 : 1) void matvec_kerne
   const int num_steps = kHeldSteps > 0 ? kHeldSteps : ceil_div(in_features, kStep);
 
   WeightStream<T, kTiles, kStages> stream(ring, weight, out_features, in_features, num_steps);
-#pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage) stream.issue(stage);
   allow_next_kernel();
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (stream.has_next()) copy_wait<kEarlyTiles / kTiles - 1>();
+    stream.issue(stage);
+  }
   wait_for_previous_kernel();
 
   constexpr int kHeld = kHeldSteps > 0 ? kHeldSteps : kStepsAhead;
