@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli.bench import suite
+from tinyvllm_cli.bench import start, suite
 from tinyvllm_cli.bench.baseline import change
 from tinyvllm_cli.bench.ceiling import measure_ceiling
 from tinyvllm_cli.bench.compare import PEERS, check_peer, hf_config, reason
@@ -22,14 +25,19 @@ from tinyvllm_cli.bench.stats import percentile, std
 from tinyvllm_cli.bench.traffic import Ceiling, Model, Part, Work
 from tinyvllm_cli.bench.workloads import Case, Request, Workload, grid, nano, with_rate, workload_case
 from tinyvllm_cli.checkpoint.config import read_config
-from tinyvllm_cli.checkpoint.names import weights_layout
+from tinyvllm_cli.checkpoint.index import open_checkpoint
+from tinyvllm_cli.checkpoint.names import map_weights, weights_layout
+from tinyvllm_cli.checkpoint.weights import load_weights
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.render.roofline import Point, svg_plot, text_plot
 
 H200 = Ceiling(4.39e12, 790e12)
 
 
-@pytest.mark.parametrize("row", suite.targets()["rows"], ids=lambda row: row["name"])
+ROWS = [row for row in suite.targets()["rows"] if row["test"] != "start"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_floors_are_those_of_the_targets(row: dict) -> None:
     case = next(case for case in suite.suite_cases("targets") if case.name == row["name"])
     floor = Model(SHAPES["Llama-3.2-1B"], 2).of(case).floor(H200)
@@ -77,9 +85,7 @@ def test_shapes_have_the_parameters_of_their_models(name: str, millions: float) 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_others_read_our_shapes_as_we_do(name: str, tmp_path) -> None:
-    import json
-
+def test_others_read_our_shapes_as_we_do(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     (tmp_path / "config.json").write_text(json.dumps(hf_config(SHAPES[name])))
@@ -183,3 +189,27 @@ def test_a_peer_that_is_missing_or_dies_is_named(monkeypatch: pytest.MonkeyPatch
     answers = compare._ask("vllm", {"cases": [{}, {}, {}]})
     assert answers[0] == {"samples": []}
     assert all("status 1: a traceback / out of memory" in answer["error"] for answer in answers[1:])
+
+
+def test_checkpoints_are_made_whole(tmp_path: Path) -> None:
+    config = replace(SHAPES["SmolLM2-135M"], num_layers=2, vocab_size=1000)
+    start.write_checkpoint(tmp_path, config)
+    assert read_config(tmp_path).num_layers == 2
+    weight_map = map_weights(config, open_checkpoint(tmp_path))
+    weights = load_weights(config, weight_map, dtype=torch.float32, device=torch.device("cpu"))
+    assert weights.layers[1].down.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["--help", "inspect of 141 GB", "weights to device", "start to first token"])
+def test_starts_are_timed(name: str) -> None:
+    config = replace(SHAPES["SmolLM2-135M"], num_layers=2)
+    result = start.measure_start(Case("start", 0, 0, 0, name=name), config, "cpu", "float32", 2)
+    assert len(result.samples) == 2
+    assert result.ms == pytest.approx(1e3 * statistics.median(result.samples))
+
+
+def test_a_start_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="generate has failed: "):
+        start.measure_start(Case("start", 0, 0, 0, name="start to first token"), tmp_path, "cpu", "float32", 1)
+    with pytest.raises(UserError, match="no extension on the CPU"):
+        start.measure_start(Case("start", 0, 0, 0, name="extension is built"), tmp_path, "cpu", "float32", 1)

@@ -56,6 +56,8 @@ def check_peer(name: str, cases: Sequence[Case]) -> None:
 
 def reason(name: str, case: Case) -> str:
     """Why a peer cannot do the same work as a case; "" when it can."""
+    if case.test == "start":
+        return "it is about this program's own start"
     if case.test == "prefill" and case.depth:
         return "a prefill behind a cached prefix is measured in another way"
     if case.workload is None:

@@ -21,7 +21,7 @@ class Result:
     Attributes:
         test, batch, depth, prompt_tokens, generated_tokens: as in `Case`.
         samples: seconds, one a repetition. prefill: until the output tokens are there; decode: of all decode steps;
-            workload: from the first submission to the last token.
+            workload: from the first submission to the last token; start: until what is started is ready.
         counted_tokens: tokens behind each sample: prompt tokens for prefill, else generated ones.
         tokens_per_second, tokens_per_second_std: mean and deviation of counted_tokens / sample.
         ms: median of the samples, in milliseconds.

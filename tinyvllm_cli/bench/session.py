@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.bench.measure import Meter
 from tinyvllm_cli.bench.result import Result, empty_result
+from tinyvllm_cli.bench.start import measure_start
 from tinyvllm_cli.bench.traffic import Ceiling
 from tinyvllm_cli.bench.workloads import Case
 from tinyvllm_cli.checkpoint.config import ModelConfig, read_config
@@ -91,7 +92,7 @@ class Session:
         block_size = given.get("block_size", 16)
         longest = max(case.context for case in self.cases) + 2 * block_size  # room, so that nobody waits for blocks
         arguments: dict[str, Any] = {
-            "max_num_seqs": max(case.batch for case in self.cases),
+            "max_num_seqs": max(1, *(case.batch for case in self.cases)),
             "max_model_len": min(longest, self.config().max_position_embeddings),
         }
         if "kv_cache_memory" not in given and "memory_fraction" not in given:
@@ -125,6 +126,8 @@ class Session:
         """The result of a case; a failure becomes a result that says why, and the next case has a new engine."""
         began = time.perf_counter()
         try:
+            if case.test == "start":
+                return measure_start(case, self.model, self.device, self.dtype, repetitions, budget_s)
             longest = self.config().max_position_embeddings
             if case.context > longest:
                 raise UserError(f"{case.context} tokens are more than the {longest} that the model was made for")

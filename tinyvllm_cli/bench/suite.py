@@ -36,6 +36,8 @@ def suite_cases(name: str, only: tuple[str, ...] = ()) -> list[Case]:
 
 
 def _case(row: dict[str, Any]) -> Case:
+    if row["test"] == "start":
+        return Case("start", 0, 0, 0, name=row["name"])
     if row["test"] == "workload":
         case = workload_case(find_workload(row["workload"]), row["batch"])
         return Case("workload", case.batch, case.prompt_tokens, case.generated_tokens, 0, case.workload, row["name"])
@@ -52,8 +54,8 @@ def judge(result: Result) -> None:
         sign = 1 if higher_is_better else -1
         target |= {
             "value": value,
-            "times_peer": value / row["peer"] if higher_is_better else row["peer"] / value,
+            "times_peer": row["peer"] and (value / row["peer"] if higher_is_better else row["peer"] / value),
             "meets_must": sign * value >= sign * row["must"],
-            "meets_aim": sign * value >= sign * row["aim"],
+            "meets_aim": row["aim"] and sign * value >= sign * row["aim"],
         }
     result.target = target

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinyvllm_cli.errors import ExitCode, UserError
 
-Test = Literal["prefill", "decode", "workload"]
+Test = Literal["prefill", "decode", "workload", "start"]
 NANO_IDS = 10000
 
 
@@ -55,6 +55,7 @@ class Case:
     which prefill brings.
     workload: a job; `prompt_tokens` and `generated_tokens` are sums over its requests, `batch` is how many may run at
     once.
+    start: something that takes its time before the first token, by its name; see `start`.
     """
 
     test: Test

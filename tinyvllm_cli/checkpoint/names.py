@@ -56,7 +56,7 @@ class WeightMap:
 def weights_layout(config: ModelConfig, itemsize: int, tied: bool | None = None) -> tuple[list[WeightSlot], int]:
     """The arena: every weight at a multiple of 256 bytes, and the arena's size. tied: as config says, unless given."""
     slots, offset = [], 0
-    for name, parts in _weights(config, config.tie_word_embeddings if tied is None else tied):
+    for name, parts in stored_weights(config, config.tie_word_embeddings if tied is None else tied):
         shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
         nbytes = itemsize * shape[0] * (shape[1] if len(shape) > 1 else 1)
         slots.append(WeightSlot(name, shape, offset, nbytes))
@@ -90,7 +90,7 @@ def scan_weights(
                 f"config.json ties the embeddings, but {LM_HEAD} differs from {EMBED}: {LM_HEAD} is used for the logits"
             )
     sources: dict[str, tuple[TensorInfo, ...]] = {}
-    for name, parts in _weights(config, tied):
+    for name, parts in stored_weights(config, tied):
         found = [tensors.get(part) for part, _ in parts]
         sources[name] = tuple(tensor for tensor in found if tensor is not None)
         for (part, shape), tensor in zip(parts, found, strict=True):
@@ -116,7 +116,7 @@ def scan_weights(
 Part = tuple[str, tuple[int, ...]]
 
 
-def _weights(config: ModelConfig, tied: bool) -> Iterator[tuple[str, list[Part]]]:
+def stored_weights(config: ModelConfig, tied: bool) -> Iterator[tuple[str, list[Part]]]:
     """Every weight with the names and shapes of the stored tensors that it stacks, in the arena's order."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -130,7 +130,8 @@ def _show_tables(result: BenchResult, console: Console) -> None:
         for row in rows:
             table.add_row(*map(one_line, row))
         rich.print(table)
-    if any((row.share_of_ceiling or 0) > 1 for row in [*result.results, *result.kernels]):
+    shares = [row.share_of_ceiling for row in result.results] + [op.share_of_ceiling for op in result.kernels]
+    if any(share and share > 1 for share in shares):
         console.note("More than 100% of the ceiling: what is read again and again stays in the caches.")
     points, ceiling = _points(result), result.environment["ceiling"]
     if points and ceiling:

@@ -28,14 +28,18 @@ def label(result: Result) -> str:
 
 def summary(result: Result) -> str:
     """The row's main numbers on one line."""
-    words = [f"{_rate(result)} tok/s", f"{_number(result.ms)} ms", f"{_number(result.ms_per_step)} ms a step"]
+    words = [f"{_number(result.ms)} ms"]
+    if result.tokens_per_second is not None:
+        words = [f"{_rate(result)} tok/s", *words, f"{_number(result.ms_per_step)} ms a step"]
     if result.share_of_ceiling is not None:
         words.append(f"{result.share_of_ceiling:.1%} of the ceiling")
     if result.latency:
         first = result.latency["time_to_first_token_ms"]
         words.append(f"first token p50 {_number(first['p50'])} ms, p99 {_number(first['p99'])} ms")
     if result.target:
-        words.append(f"must {result.target['must']}, aim {result.target['aim']}, met: {_verdict(result.target)}")
+        words.append(
+            f"must {result.target['must']}, aim {result.target['aim'] or 'none'}, met: {_verdict(result.target)}"
+        )
     return ", ".join(words)
 
 
@@ -99,7 +103,7 @@ def _target_row(result: Result) -> tuple[str, ...]:
     unit = {"ms_per_step": "ms", "ms": "ms", "tokens_per_second": "tok/s"}[target["unit"]]
     value = _number(target.get("value"))
     numbers = (_number(target[key]) for key in ("floor", "must", "aim", "peer"))
-    times = f"{target['times_peer']:.2f}" if "value" in target else ""
+    times = f"{target['times_peer']:.2f}" if target.get("times_peer") else ""
     return (result.name, f"{value} {unit}", *numbers, times, _verdict(target))
 
 
@@ -145,9 +149,14 @@ def _latency_rows(result: BenchResult) -> Rows:
 def sections(result: BenchResult) -> list[tuple[str, tuple[str, ...], Rows]]:
     """Heading, columns and rows of every table that has rows."""
     decode = [_kernel_row(k) for k in result.kernels if k.phase == "decode"]
+    tests = [_row(row) for row in result.results if row.test != "start"]
     prefill = [_kernel_row(k) for k in result.kernels if k.phase == "prefill"]
     sections = [
-        ("Results (prompts x tokens @ tokens before them)", COLUMNS, [_row(row) for row in result.results]),
+        (
+            "Results (prompts x tokens @ tokens before them)",
+            COLUMNS,
+            [_row(row) for row in result.results if row.test != "start"],
+        ),
         ("Ops of a decode step", KERNEL_COLUMNS, decode),
         ("Ops of a prefill", KERNEL_COLUMNS, prefill),
         ("Latency, ms", ("Test", "Rate", "", "p50", "p90", "p99"), _latency_rows(result)),
