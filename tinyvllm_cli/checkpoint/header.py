@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tinyvllm_cli.checkpoint.faults import Fault, is_int, quote, raise_any
 
@@ -92,9 +92,18 @@ def scan_header(path: Path) -> tuple[Header | None, list[Fault]]:
     """The header, as far as it can be read (None: not at all), and all its faults."""
     where = quote(str(path), 4096)
     try:
-        text, size = _read(path, where)
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
+            return None, [Fault(where, "is not a file", "Give a .safetensors file.")]
+        with open(path, "rb", buffering=0) as file:
+            return scan_stream(path, file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         return None, [Fault(where, f"cannot be read: {error.strerror or error}", "Check the path and its permissions.")]
+
+
+def scan_stream(path: Path, file: IO[bytes], size: int) -> tuple[Header | None, list[Fault]]:
+    """As `scan_header`, of an open file of `size` bytes; `path` is what messages and tensors call it."""
+    where = quote(str(path), 4096)
+    text = _read(file, size, where)
     if isinstance(text, Fault):
         return None, [text]
     try:
@@ -109,26 +118,22 @@ def scan_header(path: Path) -> tuple[Header | None, list[Fault]]:
     return header, faults
 
 
-def _read(path: Path, where: str) -> tuple[str | Fault, int]:
-    """The header's JSON, or what is wrong with the frame, and the size of the file."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
-        return Fault(where, "is not a file", "Give a .safetensors file."), 0
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(64)
-        length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
-            return _frame_fault(where, start, size, length), size
-        file.seek(8)
-        text = file.read(length)
+def _read(file: IO[bytes], size: int, where: str) -> str | Fault:
+    """The header's JSON, or what is wrong with the frame."""
+    start = file.read(64)
+    length = int.from_bytes(start[:8], "little")
+    if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
+        return _frame_fault(where, start, size, length)
+    file.seek(8)
+    text = file.read(length)
     if len(text) != length:
-        return Fault(where, f"the header ends after {len(text):,} of {length:,} bytes", _AGAIN), size
+        return Fault(where, f"the header ends after {len(text):,} of {length:,} bytes", _AGAIN)
     if text[:1] != b"{":
-        return Fault(where, f"the header does not begin with {{ but with {text[:1]!r}", _AGAIN), size
+        return Fault(where, f"the header does not begin with {{ but with {text[:1]!r}", _AGAIN)
     try:
-        return text.decode("utf-8"), size  # json.loads would guess the encoding of bytes
+        return text.decode("utf-8")  # json.loads would guess the encoding of bytes
     except UnicodeDecodeError as error:
-        return Fault(where, f"the header is not UTF-8: byte {text[error.start]:#04x} at {error.start:,}", _AGAIN), size
+        return Fault(where, f"the header is not UTF-8: byte {text[error.start]:#04x} at {error.start:,}", _AGAIN)
 
 
 def _frame_fault(where: str, start: bytes, size: int, length: int) -> Fault:
