@@ -10,17 +10,24 @@ from dataclasses import fields
 import numpy as np
 import numpy.typing as npt
 
-from tinyvllm_cli.engine.sequence import SamplingParams
-from tinyvllm_cli.engine.step_plan import FROM_DEVICE, StepPlan
+from tinyvllm_cli.engine.sequence import MAX_LOGPROBS, SamplingParams, TokenLogprobs
+from tinyvllm_cli.engine.step_plan import FROM_DEVICE, StepLogprobs, StepPlan
 from tinyvllm_cli.memory.plan import Limits
 
 VOCAB = 23
 EOS = 3
 
 
-def next_token(prefix: list[int], params: SamplingParams) -> int:
-    """Depends on every token of the prefix, in its order, and on the seed."""
-    return zlib.crc32(np.array([params.seed, *prefix], dtype=np.int32).tobytes()) % VOCAB
+def next_token(prefix: list[int], params: SamplingParams, num_prompt: int = 0) -> int:
+    """Depends on every token of the prefix, in its order, and on the seed; with penalties on num_prompt too."""
+    known = num_prompt if params.has_penalties else 0
+    return zlib.crc32(np.array([params.seed, known, *prefix], dtype=np.int32).tobytes()) % VOCAB
+
+
+def fake_logprobs(token: int, count: int) -> TokenLogprobs:
+    """What FakeRunner tells of a token, to a sequence that asks for `count` alternatives; it knows no more than 5."""
+    ids = [token, *((token + place) % VOCAB for place in range(1, 6))][: count + 1]
+    return TokenLogprobs(ids, [-token - place / 2 for place in range(len(ids))])
 
 
 def plain_result(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
@@ -28,7 +35,7 @@ def plain_result(prompt: list[int], params: SamplingParams, max_model_len: int) 
     tokens = list(prompt)
     stops = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, EOS}
     while True:
-        tokens.append(next_token(tokens, params))
+        tokens.append(next_token(tokens, params, len(prompt)))
         outputs = tokens[len(prompt) :]
         if outputs[-1] in stops:
             return outputs, "stop"
@@ -40,7 +47,8 @@ class FakeRunner:
     """Runs a step at some random moment between its launch and the collection of its tokens, always in order.
 
     It trusts only what a real runner has: its own block table, last tokens and parameters, kept up by the plans. What a
-    new owner of a row or block did not write itself is invalid.
+    new owner of a row or block did not write itself is invalid; but a row that begins behind its first token shares the
+    blocks before that.
     """
 
     def __init__(self, limits: Limits, num_blocks: int, seed: int = 0) -> None:
@@ -51,8 +59,10 @@ class FakeRunner:
         self.last_tokens = np.full(limits.max_num_seqs, -1, dtype=np.int32)
         self.next_positions = np.full(limits.max_num_seqs, -1, dtype=np.int32)
         self.params: dict[int, SamplingParams] = {}
+        self.histories: dict[int, tuple[list[int], int]] = {}
         self.waiting: deque[tuple[StepPlan, list[bytes]]] = deque()
         self.done: deque[npt.NDArray[np.int32]] = deque()
+        self.collected = np.zeros(0, dtype=np.int32)
         self.plans: list[StepPlan] = []
 
     def launch(self, plan: StepPlan) -> None:
@@ -65,7 +75,16 @@ class FakeRunner:
             plan, launched_contents = self.waiting.popleft()
             assert contents(plan) == launched_contents, "a plan was changed after its launch"
             self.done.append(self.execute(plan))
-        return self.done.popleft()
+        self.collected = self.done.popleft()
+        return self.collected
+
+    def logprobs(self) -> StepLogprobs:
+        shape = (len(self.collected), 1 + MAX_LOGPROBS)
+        told = StepLogprobs(np.full(shape, -1, dtype=np.int32), np.full(shape, -np.inf, dtype=np.float32))
+        for i, token in enumerate(self.collected.tolist()):
+            ids, values = fake_logprobs(token, MAX_LOGPROBS)
+            told.token_ids[i, : len(ids)], told.values[i, : len(ids)] = ids, values
+        return told
 
     def execute(self, plan: StepPlan) -> npt.NDArray[np.int32]:
         size = self.limits.block_size
@@ -73,11 +92,16 @@ class FakeRunner:
             self.params[row] = params
             self.table[row] = -1
             self.last_tokens[row] = -1
-            self.next_positions[row] = 0
+            self.next_positions[row] = plan.positions[plan.query_start[plan.rows.tolist().index(row)]]
+            assert self.next_positions[row] % size == 0
+            self.histories.pop(row, None)
+        for row, tokens, num_prompt in plan.histories:
+            self.histories[row] = (tokens.tolist(), num_prompt)
         for row, column, block in plan.block_updates:
             assert self.table[row, column] == -1
             self.table[row, column] = block
-            self.memory[block * size : (block + 1) * size] = -1
+            if column * size >= self.next_positions[row]:
+                self.memory[block * size : (block + 1) * size] = -1
         for i, row in enumerate(plan.rows):
             start, end = plan.query_start[i], plan.query_start[i + 1]
             positions = plan.positions[start:end]
@@ -96,7 +120,12 @@ class FakeRunner:
             assert position == plan.context_lens[i]
             positions = np.arange(position)
             prefix = self.memory[self.table[row, positions // size] * size + positions % size].tolist()
-            self.last_tokens[row] = next_token(prefix, self.params[row])
+            history, num_prompt = self.histories.get(row, (prefix, 0))
+            assert (row in self.histories) == self.params[row].has_penalties
+            assert history == prefix
+            self.last_tokens[row] = next_token(prefix, self.params[row], num_prompt)
+            if row in self.histories:
+                history.append(int(self.last_tokens[row]))
             sampled.append(self.last_tokens[row])
         return np.array(sampled, dtype=np.int32)
 

@@ -64,6 +64,16 @@ def prompt_before_eos(outputs: int) -> list[int]:
         ("seed", -1),
         ("seed", 2**63),
         ("stop_token_ids", (5, -1)),
+        ("stop", ["a", ""]),
+        ("n", 0),
+        ("n", 257),
+        ("n", 2),  # at temperature 0
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", float("nan")),
+        ("logprobs", -1),
+        ("logprobs", 21),
     ],
 )
 def test_sampling_params_out_of_range_are_refused(name: str, value: float) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fake_runner import EOS, VOCAB, FakeRunner, plain_result
+from tests.fake_runner import EOS, VOCAB, FakeRunner, fake_logprobs, plain_result
 from tinyvllm_cli.engine.blocks import BlockPool
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.scheduler import Scheduler
@@ -39,8 +40,16 @@ class CheckedScheduler(Scheduler):
 
     def check(self, plan: StepPlan | None) -> None:
         self.pool.check()
-        blocks = [b for s in self._running for b in self._table[s.row, : self._num_blocks[s.row]].tolist()]
-        assert len(set(blocks)) == len(blocks) == self.pool.num_used
+        owners: Counter[int] = Counter()
+        for s in self._running:
+            blocks = self._table[s.row, : self._num_blocks[s.row]].tolist()
+            assert len(set(blocks)) == len(blocks)
+            owners.update(blocks)
+            shared = [b for b in blocks if self.pool._owners[b] > 1]
+            assert shared == blocks[: len(shared)]
+            assert len(shared) * self.pool.block_size <= len(s.prompt_token_ids)
+        assert len(owners) == self.pool.num_used
+        assert all(self.pool._owners[b] == count for b, count in owners.items())
         for s in self._running:
             assert self.pool.blocks_for(int(self._num_computed[s.row])) <= self._num_blocks[s.row]
             assert s.status is Status.RUNNING
@@ -58,12 +67,13 @@ class CheckedScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, when it arrives, and when (if ever) it is taken back; in steps."""
+    """A prompt, when it arrives, and when (if ever) it is taken back, in steps; and its family, if it has one."""
 
     prompt: list[int]
     params: SamplingParams
     arrival: int
     taken_back: int | None
+    family: int | None = None
 
 
 Job = tuple[Limits, int, int, list[Request]]
@@ -79,6 +89,8 @@ def requests(draw: st.DrawFn, max_model_len: int) -> Request:
         seed=draw(st.integers(0, 3)),
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.sampled_from([(), (), (1,), (0, 5)])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0])),
+        logprobs=draw(st.sampled_from([None, None, 0, 3, 20])),
     )
     arrival = draw(st.integers(0, 6) | st.integers(0, 40))
     stays = draw(st.integers(0, 4)) > 0
@@ -119,6 +131,20 @@ def tight_jobs(draw: st.DrawFn) -> Job:
     return limits, num_blocks, draw(st.integers(0, 3)), job
 
 
+@st.composite
+def family_jobs(draw: st.DrawFn) -> Job:
+    """Several sequences of each prompt, with little room for them; some come when others have gone."""
+    limits, num_blocks, run_ahead, prompts = draw(jobs() | tight_jobs())
+    job = []
+    for family, request in enumerate(prompts[:6]):
+        for sample in range(draw(st.integers(1, 5))):
+            params = replace(request.params, seed=sample, max_tokens=draw(st.integers(1, request.params.max_tokens)))
+            arrival = request.arrival + draw(st.sampled_from([0, 0, 0, 1, 5, 30]))
+            taken_back = None if draw(st.integers(0, 4)) else arrival + draw(st.integers(0, 20))
+            job.append(Request(request.prompt, params, arrival, taken_back, family))
+    return limits, num_blocks, run_ahead, job
+
+
 @given(jobs(), st.integers(0, 1000))
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_any_job_gives_what_each_sequence_gives_alone(job: Job, seed: int) -> None:
@@ -128,6 +154,12 @@ def test_any_job_gives_what_each_sequence_gives_alone(job: Job, seed: int) -> No
 @given(tight_jobs(), st.integers(0, 1000))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_preemption_changes_no_result(job: Job, seed: int) -> None:
+    run(job, seed)
+
+
+@given(family_jobs(), st.integers(0, 1000))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_sharing_a_prompt_changes_no_result(job: Job, seed: int) -> None:
     run(job, seed)
 
 
@@ -142,6 +174,7 @@ def run(job: Job, seed: int) -> None:
     told: dict[int, list[int]] = {}
     reasons: dict[int, str] = {}
     taken_back: set[int] = set()
+    families: dict[int | None, Sequence] = {}
     bound = 40 + sum(len(r.prompt) + 2 * r.params.max_tokens + run_ahead + 3 for r in all_requests)
     arrivals = sorted(all_requests, key=lambda r: r.arrival)
     clock = 0
@@ -153,7 +186,9 @@ def run(job: Job, seed: int) -> None:
                 with pytest.raises(UserError):
                     engine.add(request.prompt, request.params)
             else:
-                sequence = engine.add(request.prompt, request.params)
+                sequence = engine.add(request.prompt, request.params, families.get(request.family))
+                if request.family is not None:
+                    families[request.family] = sequence
                 accepted[sequence.seq_id], sequences[sequence.seq_id] = request, sequence
                 told[sequence.seq_id] = []
         for seq_id, request in accepted.items():
@@ -184,6 +219,9 @@ def run(job: Job, seed: int) -> None:
             assert (sequence.output_token_ids, sequence.finish_reason) == (outputs, reason)
             assert reasons[seq_id] == reason
             assert told[seq_id] == (outputs[:-1] if reason == "stop" else outputs)
+        count = request.params.logprobs
+        expected = [] if count is None else [fake_logprobs(token, count) for token in sequence.output_token_ids]
+        assert sequence.output_logprobs == expected
     statistics = engine.statistics
     assert statistics.steps == len(runner.plans)
     assert statistics.computed_tokens == sum(p.num_tokens for p in runner.plans)

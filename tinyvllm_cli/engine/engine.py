@@ -12,7 +12,7 @@ from tinyvllm_cli.engine.sequence import Event, FinishReason, SamplingParams, Se
 if TYPE_CHECKING:
     from tinyvllm_cli.engine.blocks import Int32Array
     from tinyvllm_cli.engine.scheduler import Scheduler
-    from tinyvllm_cli.engine.step_plan import StepPlan
+    from tinyvllm_cli.engine.step_plan import StepLogprobs, StepPlan
 
 
 class Runner(Protocol):
@@ -23,6 +23,9 @@ class Runner(Protocol):
 
     def collect(self) -> Int32Array:
         """Waits for the oldest step launched and not yet collected; its tokens, int32 [R], as in `sample_seqs`."""
+
+    def logprobs(self) -> StepLogprobs:
+        """Of the step last collected, if its plan asked for them."""
 
 
 @dataclass(slots=True)
@@ -76,11 +79,28 @@ class Engine:
     def num_unfinished(self) -> int:
         return len(self._unfinished)
 
-    def add(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> Sequence:
-        """Queues a prompt. Raises UserError, and queues nothing, when it can never run within the limits."""
+    def add(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams, relative: Sequence | None = None
+    ) -> Sequence:
+        """Queues a prompt. Raises UserError, and queues nothing, when it can never run within the limits.
+
+        Args:
+            prompt_token_ids: ids, at least one.
+            params: how the answer's tokens are chosen; of an engine's sequence `n` and `stop` mean nothing.
+            relative: a sequence of the very same prompt, added before: what they have in common is computed once as
+                long as one of its family is running.
+        """
         stop_ids = frozenset(params.stop_token_ids) if params.ignore_eos else self._eos.union(params.stop_token_ids)
         sequence = Sequence(self._next_id, list(prompt_token_ids), params, stop_ids)
+        if relative is not None:
+            if relative.prompt_token_ids != sequence.prompt_token_ids:
+                raise RuntimeError("only sequences of the same prompt can share its blocks")
+            sequence.prompt_token_ids = relative.prompt_token_ids
         self.scheduler.add(sequence)
+        if relative is not None and relative.finish_reason is None:
+            sequence.family = relative.family or [relative]
+            relative.family = sequence.family
+            sequence.family.append(sequence)
         self._next_id += 1
         self._unfinished[sequence.seq_id] = sequence
         self.statistics.prompt_tokens += len(sequence.prompt_token_ids)
@@ -105,7 +125,10 @@ class Engine:
             if self._unfinished:
                 raise RuntimeError("no sequence can run, and none is on its way")
             return []
-        tokens, finished = self.scheduler.update(self._in_flight.popleft(), self.runner.collect())
+        plan = self._in_flight.popleft()
+        sampled = self.runner.collect()
+        logprobs = self.runner.logprobs() if plan.wants_logprobs else None
+        tokens, finished = self.scheduler.update(plan, sampled, logprobs)
         for event in finished:
             self.statistics.output_tokens += len(event.sequence.output_token_ids)
             del self._unfinished[event.seq_id]

@@ -10,6 +10,10 @@ token on the device. A sequence is in one of these places:
 
 Running sequences always arrived before waiting ones. The oldest is never preempted for a younger one, and `add` refuses
 what could not run alone: so every step brings the oldest forward, and everything ends.
+
+Sequences of one family have the same prompt. When one is admitted while another is running, they share the blocks that
+the prompt fills; the tokens behind those are computed again, at most a block of them and all that were generated.
+Nobody writes to a shared block any more: all writing is at the end of a sequence, in a block of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tinyvllm_cli.engine.blocks import BlockPool, Int32Array
-from tinyvllm_cli.engine.sequence import FinishEvent, FinishReason, Sequence, Status, TokenEvent
-from tinyvllm_cli.engine.step_plan import FROM_DEVICE, StepPlan
+from tinyvllm_cli.engine.sequence import FinishEvent, FinishReason, Sequence, Status, TokenEvent, TokenLogprobs
+from tinyvllm_cli.engine.step_plan import FROM_DEVICE, History, StepLogprobs, StepPlan
 from tinyvllm_cli.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ class Scheduler:
         # The decoding part of `_running`; replaced, never changed, because plans refer to it.
         self._decoding: list[Sequence] = []
         self._decode_rows = _frozen(np.zeros(0, dtype=np.int32))
+        self._decoding_wants_logprobs = False
         self._decoding_changed = False
         self._arange = _frozen(np.arange(rows + 1, dtype=np.int32))
         self._from_device = _frozen(np.full(rows, FROM_DEVICE, dtype=np.int32))
@@ -130,11 +135,15 @@ class Scheduler:
         self.num_steps += 1
         return plan
 
-    def update(self, plan: StepPlan, tokens: Int32Array) -> tuple[list[TokenEvent], list[FinishEvent]]:
+    def update(
+        self, plan: StepPlan, tokens: Int32Array, logprobs: StepLogprobs | None = None
+    ) -> tuple[list[TokenEvent], list[FinishEvent]]:
         """Takes the tokens, int32 [R], of the oldest plan whose tokens are not known yet, and tells what they bring."""
         launched = self._launched.popleft()
         if launched.plan is not plan or len(tokens) != len(launched.sampled):
             raise RuntimeError(f"tokens of step {plan.step} are not what is awaited for step {launched.plan.step}")
+        if logprobs is not None:
+            _keep_logprobs(launched.sampled, logprobs)
         accepted: list[tuple[int, int]] = []
         finished: list[FinishEvent] = []
         for sequence, token in zip(launched.sampled, tokens.tolist(), strict=True):
@@ -157,6 +166,8 @@ class Scheduler:
             self._leave_row(sequence)
         elif sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
+        if sequence.family:
+            sequence.family.remove(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         return FinishEvent(sequence.seq_id, reason, sequence)
@@ -167,6 +178,7 @@ class Scheduler:
             if self._decoding_changed:
                 self._decoding = [s for s in self._running if s.prefix is None]
                 self._decode_rows = _frozen(np.array([s.row for s in self._decoding], dtype=np.int32))
+                self._decoding_wants_logprobs = _want_logprobs(self._decoding)
                 self._decoding_changed = False
             columns = self._num_computed[self._decode_rows] // self.pool.block_size
             starting = np.flatnonzero(columns == self._num_blocks[self._decode_rows])
@@ -198,17 +210,35 @@ class Scheduler:
         if len(first.output_token_ids) < first.num_launched:
             return False  # preempted, and not all its tokens are known
         spare = len(self._running) + 1 if self._running else 0
-        return self.pool.blocks_for(first.num_tokens) + spare <= self.pool.num_free
+        own = self.pool.blocks_for(first.num_tokens) - len(self._shared_blocks(first))
+        return own + spare <= self.pool.num_free
+
+    def _shared_blocks(self, sequence: Sequence) -> Int32Array:
+        """The blocks, int32 [count], that a waiting sequence can have in common with a running one of its family.
+
+        They are full of prompt tokens, and at least one token of the sequence stands behind them, so that it has
+        something to compute and to sample from. The K and V in them are ready in time: a sequence is admitted only when
+        the step has tokens left after all running prefills, so the other's prompt is complete with this step at the
+        latest, and in each layer a step stores all K and V before it reads any.
+        """
+        for relative in sequence.family:
+            if relative.row >= 0:
+                count = min(len(sequence.prompt_token_ids), sequence.num_tokens - 1) // self.pool.block_size
+                return self._table[relative.row, :count]
+        return self._table[0, :0]
 
     def _admit(self, sequence: Sequence) -> None:
         """Gives a sequence a row, and blocks for all its tokens known so far."""
         sequence.prefix = np.array(sequence.prompt_token_ids + sequence.output_token_ids, dtype=np.int32)
-        blocks = self.pool.allocate(self.pool.blocks_for(len(sequence.prefix)))
+        shared = self._shared_blocks(sequence)
+        self.pool.share(shared)
+        own = self.pool.allocate(self.pool.blocks_for(len(sequence.prefix)) - len(shared))
+        blocks = np.concatenate((shared, own))
         sequence.row = row = self._free_rows.pop()
         sequence.status = Status.RUNNING
         self._table[row, : len(blocks)] = blocks
         self._num_blocks[row] = len(blocks)
-        self._num_computed[row] = 0
+        self._num_computed[row] = len(shared) * self.pool.block_size
         self._max_tokens[row] = len(sequence.prompt_token_ids) + sequence.max_outputs
         self._running.append(sequence)
 
@@ -278,12 +308,36 @@ class Scheduler:
             sample_positions=_frozen(sample_positions),
             block_updates=_frozen(block_updates),
             row_updates=tuple((s.row, s.params) for s in admitted),
+            histories=_histories(admitted),
+            wants_logprobs=self._decoding_wants_logprobs or _want_logprobs(sampled[num_decodes:]),
         ), sampled
 
     def _row_blocks(self, row: int) -> Int32Array:
         """All blocks of a row as block updates, int32 [U, 3]."""
         blocks = self._table[row, : self._num_blocks[row]]
         return np.stack((np.full_like(blocks, row), np.arange(len(blocks), dtype=np.int32), blocks), axis=1)
+
+
+def _histories(admitted: list[Sequence]) -> tuple[History, ...]:
+    return tuple(
+        History(s.row, s.prefix, len(s.prompt_token_ids))
+        for s in admitted
+        if s.params.has_penalties and s.prefix is not None
+    )
+
+
+def _want_logprobs(sequences: list[Sequence]) -> bool:
+    return any(s.params.logprobs is not None for s in sequences)
+
+
+def _keep_logprobs(sampled: list[Sequence], logprobs: StepLogprobs) -> None:
+    """Gives each unfinished sequence what it asked for; `sampled` are the rows of `logprobs`."""
+    for i, sequence in enumerate(sampled):
+        if sequence.params.logprobs is not None and sequence.finish_reason is None:
+            ids = logprobs.token_ids[i, : sequence.params.logprobs + 1].tolist()
+            values = logprobs.values[i, : sequence.params.logprobs + 1].tolist()
+            count = ids.index(-1) if -1 in ids else len(ids)  # a vocabulary may have fewer tokens
+            sequence.output_logprobs.append(TokenLogprobs(ids[:count], values[:count]))
 
 
 def _frozen(array: Int32Array) -> Int32Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,9 +12,25 @@ if TYPE_CHECKING:
     from tinyvllm_cli.engine.sequence import SamplingParams
 
     Int32Array = npt.NDArray[np.int32]
+    Float32Array = npt.NDArray[np.float32]
 
 FROM_DEVICE = -1
 """In `StepPlan.token_ids`: the token is the last one sampled for this row; only the runner has it."""
+
+
+class History(NamedTuple):
+    """All tokens known of the sequence in `row`, int32 [n]; the first `num_prompt` are its prompt."""
+
+    row: int
+    token_ids: Int32Array
+    num_prompt: int
+
+
+class StepLogprobs(NamedTuple):
+    """What a runner tells of R sampled tokens, as `ops.logprobs` fills it: int32 and float32 [R, 1 + MAX_LOGPROBS]."""
+
+    token_ids: Int32Array
+    values: Float32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +57,9 @@ class StepPlan:
         sample_positions: int32 [R], position that the sampled token will have (the counter of its random draw).
         block_updates: int32 [U, 3], (row, column, block): new entries of the block table.
         row_updates: (row, sampling parameters) of sequences admitted in this step.
+        histories: what those of them that ask for penalties know of their tokens.
+        wants_logprobs: whether some sampling sequence asks for log-probabilities; then the runner has them ready when
+            the step's tokens are collected.
     """
 
     step: int
@@ -56,6 +75,8 @@ class StepPlan:
     sample_positions: Int32Array
     block_updates: Int32Array
     row_updates: tuple[tuple[int, SamplingParams], ...]
+    histories: tuple[History, ...] = ()
+    wants_logprobs: bool = False
 
     @property
     def num_seqs(self) -> int:
