@@ -41,7 +41,7 @@ def ours(folder: Path) -> tuple[dict[str, Generate], dict[str, int]]:
         return [sequence.output_token_ids for sequence in sequences]
 
     _, weights = weights_layout(llm.config, 4)
-    return {"engine": generate}, {"weights": weights, "kv_cache": llm.kv_plan.total_bytes}
+    return {"engine": generate}, {"weights": weights, "KV cache": llm.kv_plan.total_bytes}
 
 
 def theirs(folder: Path) -> tuple[dict[str, Generate], dict[str, int]]:
@@ -170,16 +170,12 @@ def main() -> int:
     for way, name in (("single", "one by one"), ("batch", "padded batch")):
         row(f"16 prompts, {name}: tok/s", job["engine"], job[way], 2.0 if way == best else 0.0)
     equal = sum(a == b for a, b in zip(tokens["engine"], tokens["single"], strict=True))
+    print(f"\ntokens equal to those of transformers one by one: {equal} of {len(prompts)} prompts")
     for side, worker in workers.items():
         worker.close()
-        parts = [
-            f"{name} {worker.sizes[name] / 2**20:,.0f}" for name in ("weights", "kv_cache") if name in worker.sizes
-        ]
-        rest = worker.peak - sum(worker.sizes[name] for name in ("weights", "kv_cache") if name in worker.sizes)
-        print(
-            f"peak memory, {side}: {worker.peak / 2**20:,.0f} MiB = {' + '.join(parts)} + {rest / 2**20:,.0f}; "
-            f"loaded in {worker.sizes['load']:.1f} s"
-        )
+        parts = {name: size for name, size in worker.sizes.items() if name != "load"}
+        made_of = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items())
+        print(f"{side}: peak memory {worker.peak / 2**20:,.0f} MiB ({made_of}); loaded in {worker.sizes['load']:.1f} s")
     return 0 if equal == len(prompts) else 1
 
 
