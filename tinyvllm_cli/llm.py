@@ -3,7 +3,6 @@ together."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import tinyvllm_cli.reference  # noqa: F401  (registers the CPU implementations)
-from tinyvllm_cli.checkpoint.config import ModelConfig, read_config
+from tinyvllm_cli.checkpoint.config import ModelConfig, cuda_faults, read_config
+from tinyvllm_cli.checkpoint.faults import raise_any
 from tinyvllm_cli.checkpoint.index import open_checkpoint
 from tinyvllm_cli.checkpoint.names import map_weights
 from tinyvllm_cli.checkpoint.weights import load_weights
@@ -19,6 +19,7 @@ from tinyvllm_cli.engine.blocks import BlockPool
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.scheduler import Scheduler
 from tinyvllm_cli.errors import UserError
+from tinyvllm_cli.memory.budget import MEMORY_FRACTION, available_memory, cpu_kv_bytes, cuda_kv_bytes, pick_dtype
 from tinyvllm_cli.memory.plan import KVPlan, default_limits, kv_block_bytes, plan_buffers, plan_kv_cache
 from tinyvllm_cli.model.dummy import random_weights
 from tinyvllm_cli.model.runner import ModelRunner
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CUDA_HEAD_DIMS = (64, 128)
-CUDA_RESERVE = 512 * 2**20
-"""Device memory left alone for CUDA graphs, cuBLAS workspaces and the allocator's own needs, in bytes."""
-CPU_KV_CACHE = 4 * 2**30
-"""The KV cache's memory on the CPU unless asked otherwise, in bytes; pages that no token reaches are never touched."""
 
 
 class LLM:
@@ -74,7 +70,7 @@ class LLM:
         block_size: int = 16,
         num_kv_blocks: int | None = None,
         kv_cache_memory: int | None = None,
-        memory_fraction: float = 0.9,
+        memory_fraction: float = MEMORY_FRACTION,
         graphs: bool = True,
         run_ahead: int | None = None,
         progress: Progress | None = None,
@@ -130,11 +126,9 @@ class LLM:
         self.device = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
         if dtype != "auto":
             self.dtype = dtype
-        elif not use_cuda:
-            self.dtype = "float32"
         else:
-            self.dtype = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
-            if self.dtype != config.dtype:
+            self.dtype = pick_dtype(config.dtype, use_cuda)
+            if use_cuda and self.dtype != config.dtype:
                 self.warnings.append(f"the checkpoint is {config.dtype}; on CUDA it runs in {self.dtype}")
 
     def _assemble(
@@ -183,26 +177,10 @@ class LLM:
 
     def _free_for_cache(self, memory_fraction: float) -> int:
         """Bytes that the KV cache may take, once weights are loaded and with the buffers still to come."""
-        if not 0 < memory_fraction <= 1:
-            raise UserError(
-                f"{memory_fraction} is out of range", where="--memory-fraction", fix="Give a number above 0, at most 1."
-            )
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            return int(free - (1 - memory_fraction) * total) - self.plan.total_bytes - CUDA_RESERVE
-        return min(CPU_KV_CACHE, int(available_memory() * memory_fraction) // 2)
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return cuda_kv_bytes(free, total, memory_fraction, self.plan.total_bytes)
+        return cpu_kv_bytes(available_memory(), memory_fraction)
 
 
 def _check_cuda(config: ModelConfig, dtype: str) -> None:
@@ -213,9 +191,4 @@ def _check_cuda(config: ModelConfig, dtype: str) -> None:
             where="--device cuda",
             fix="Install a CUDA build of torch and a driver for it, or use --device cpu.",
         )
-    if config.head_dim not in CUDA_HEAD_DIMS:
-        raise UserError(
-            f"head_dim {config.head_dim} is not supported by the CUDA kernels (64 and 128 are)", fix="Use --device cpu."
-        )
-    if dtype == "float32":
-        raise UserError("the CUDA kernels compute in bfloat16 or float16, not float32", where="--dtype")
+    raise_any(cuda_faults(config, dtype))

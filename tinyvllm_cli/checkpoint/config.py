@@ -17,6 +17,7 @@ RopeKind = Literal["default", "linear", "llama3"]
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 4096
 DTYPES = ("float32", "bfloat16", "float16")
+CUDA_HEAD_DIMS = (64, 128)
 
 HARMLESS = {
     "attention_bias": (False, None),
@@ -88,6 +89,18 @@ def read_config(folder: Path) -> ModelConfig:
     raise_any(faults)
     assert config is not None
     return config
+
+
+def cuda_faults(config: ModelConfig, dtype: str) -> list[Fault]:
+    """What keeps a model that the CPU can run from running on CUDA in `dtype` ("auto": one that fits)."""
+    faults = []
+    if config.head_dim not in CUDA_HEAD_DIMS:
+        what = f"head_dim {config.head_dim} is not supported by the CUDA kernels (64 and 128 are)"
+        faults.append(Fault("", what, "Use --device cpu.", unsupported=True))
+    if dtype == "float32":
+        what = "the CUDA kernels compute in bfloat16 or float16, not float32"
+        faults.append(Fault("--dtype", what, "Use another --dtype, or --device cpu.", unsupported=True))
+    return faults
 
 
 def scan_config(folder: Path) -> tuple[ModelConfig | None, list[Fault]]:
