@@ -122,16 +122,17 @@ def test_warm_up_is_no_sample_and_prompts_are_always_new(
     assert content["environment"]["settings"]["warmup"] is warmup
     assert [len(row["samples"]) for row in content["results"]] == [3, 3]
     rounds = 3 + warmup
-    assert [wanted for _, wanted in runs] == [1] * rounds + [1, 5] * rounds
+    again = content["results"][1]["discarded"]
+    assert [wanted for _, wanted in runs] == [1] * rounds + [1, 5] * (rounds + again)
     prompts = [tuple(prompt) for batch, _ in runs for prompt in batch]
-    assert len(set(prompts)) == len(prompts) == 2 * 3 * rounds
+    assert len(set(prompts)) == len(prompts) == 2 * (3 * rounds + 2 * again)
     assert all(len(prompt) == 16 for prompt in prompts)
 
 
 def test_depth_comes_before_the_prompt(bench: Bench) -> None:
-    _, out, _ = bench("-p", "16", "-n", "4", "-b", "1", "-d", "0,32", "-r", "1", "--json")
+    _, out, _ = bench("-p", "128", "-n", "8", "-b", "1", "-d", "0,16", "-r", "1", "--json")
     rows = [(row["test"], row["depth"], row["prompt_tokens"]) for row in strict_json(out)["results"]]
-    assert rows == [("prefill", 0, 16), ("decode", 0, 16), ("prefill", 32, 16), ("decode", 32, 16)]
+    assert rows == [("prefill", 0, 128), ("decode", 0, 128), ("prefill", 16, 128), ("decode", 16, 128)]
 
 
 def test_a_workload_file_is_run_and_arrivals_bring_latencies(bench: Bench, tmp_path: Path) -> None:
@@ -339,7 +340,7 @@ def test_shapes_by_name_and_by_file(bench: Bench, folder: Path) -> None:
 def test_a_session_measures_on_each_device(device: str, tmp_path: Path) -> None:
     model = write_rand(tmp_path / "rand", dtype="bfloat16", head_dim=64, **SMALL)
     nano = workload_case(find_workload("nano"), 4)
-    session = Session(model, device, grid((16, 32), (4,), (1, 3), (0, 16)))
+    session = Session(model, device, grid((19, 96), (8,), (1, 3), (0,)) + grid((96,), (8,), (3,), (16,)))
     for case in session.cases:
         result = session.measure(case, 2)
         assert result.error is None

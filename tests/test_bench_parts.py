@@ -52,6 +52,13 @@ def test_floors_are_those_of_the_targets(row: dict) -> None:
     assert better
 
 
+def test_the_targets_say_what_they_are_of() -> None:
+    same = {"card": "NVIDIA H200", "model": "Llama-3.2-1B", "dtype": "bfloat16"}
+    assert suite.differences(same) == []
+    found = suite.differences({"model": "demo", "dtype": "bfloat16"})
+    assert found == ["their card is NVIDIA H200, this is none", "their shape is Llama-3.2-1B, this is demo"]
+
+
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 40), st.integers(1, 12))
 def test_work_counts_every_pair_of_tokens(batch: int, tokens: int, depth: int, steps: int) -> None:
     model = Model(SHAPES["SmolLM2-135M"], 4)

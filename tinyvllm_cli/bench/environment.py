@@ -30,7 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "tinyvllm": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
         "os": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
@@ -75,6 +75,13 @@ def _commit() -> str | None:
     commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return f"{commit}+" if commit and changed else commit
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

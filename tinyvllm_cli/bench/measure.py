@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 8
 """Decode steps of a warm-up: enough to capture the graph and to replay it."""
-BAD_SAMPLES = 5
+BAD_SAMPLES = 10
 """So many differences of two times may be lost in noise before a case is given up."""
 PERCENTILES = (50, 90, 99)
 
@@ -70,14 +70,13 @@ class Meter:
         preemptions = self.llm.engine.statistics.preemptions
         intervals: list[float] = []
         latencies: list[Run] = []
-        bad = 0
         while len(result.samples) < repetitions:
             seconds, steps, run = self._sample(case)
             if seconds <= 0:  # a difference of two times that are nearly equal
-                bad += 1
-                if bad == BAD_SAMPLES:
+                result.discarded += 1
+                if result.discarded == BAD_SAMPLES:
                     raise UserError(
-                        "the time of the decode steps is lost in the noise", fix="Generate more tokens (-n)."
+                        "the difference of two times is lost in the noise", fix="Measure more tokens (-n, -p)."
                     )
                 continue
             result.samples.append(seconds)

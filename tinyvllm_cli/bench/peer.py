@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-BAD_SAMPLES = 5
+BAD_SAMPLES = 10
 Generate = Callable[[list[list[int]], list[int], float], int]
 """Prompts, tokens wanted for each, temperature; the number of tokens that came back."""
 

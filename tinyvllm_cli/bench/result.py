@@ -22,6 +22,7 @@ class Result:
         test, batch, depth, prompt_tokens, generated_tokens: as in `Case`.
         samples: seconds, one a repetition. prefill: until the output tokens are there; decode: of all decode steps;
             workload: from the first submission to the last token; start: until what is started is ready.
+        discarded: differences of two times that noise has made negative, not among the samples.
         counted_tokens: tokens behind each sample: prompt tokens for prefill, else generated ones.
         tokens_per_second, tokens_per_second_std: mean and deviation of counted_tokens / sample.
         ms: median of the samples, in milliseconds.
@@ -44,6 +45,7 @@ class Result:
     depth: int = 0
     name: str = ""
     samples: list[float] = field(default_factory=list)
+    discarded: int = 0
     counted_tokens: int = 0
     tokens_per_second: float | None = None
     tokens_per_second_std: float | None = None

@@ -35,6 +35,16 @@ def suite_cases(name: str, only: tuple[str, ...] = ()) -> list[Case]:
     return [_case(row) for row in rows]
 
 
+def differences(environment: dict[str, Any]) -> list[str]:
+    """Why results of this environment cannot be held against the targets' absolute numbers."""
+    found = {"card": environment.get("card"), "shape": environment["model"], "dtype": environment["dtype"]}
+    return [
+        f"their {key} is {targets()[key]}, this is {value or 'none'}"
+        for key, value in found.items()
+        if key in targets() and value != targets()[key]
+    ]
+
+
 def _case(row: dict[str, Any]) -> Case:
     if row["test"] == "start":
         return Case("start", 0, 0, 0, name=row["name"])

@@ -138,6 +138,9 @@ def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
     if baseline:
         for difference in differences(result.environment, baseline["environment"]):
             sink.warn(f"the baseline is not of the same kind: {difference}")
+    if options.suite:
+        for difference in suite.differences(result.environment):
+            sink.warn(f"the targets are of something else: {difference}")
     result.environment["clocks_before"] = environment.clocks(device)
     _measure_ceiling(session, result, sink)
     repetitions = options.repetitions or DEFAULTS[device_name]["repetitions"][0]

@@ -152,11 +152,7 @@ def sections(result: BenchResult) -> list[tuple[str, tuple[str, ...], Rows]]:
     tests = [_row(row) for row in result.results if row.test != "start"]
     prefill = [_kernel_row(k) for k in result.kernels if k.phase == "prefill"]
     sections = [
-        (
-            "Results (prompts x tokens @ tokens before them)",
-            COLUMNS,
-            [_row(row) for row in result.results if row.test != "start"],
-        ),
+        ("Results (prompts x tokens @ tokens before them)", COLUMNS, tests),
         ("Ops of a decode step", KERNEL_COLUMNS, decode),
         ("Ops of a prefill", KERNEL_COLUMNS, prefill),
         ("Latency, ms", ("Test", "Rate", "", "p50", "p90", "p99"), _latency_rows(result)),
