@@ -26,6 +26,8 @@ DEFAULTS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {"prompts": (512, 2048), "generated": (128,), "batches": (1, 8, 64), "depths": (0,), "repetitions": (5,)},
     "cpu": {"prompts": (128,), "generated": (32,), "batches": (1, 8), "depths": (0,), "repetitions": (5,)},
 }
+UNASKED_SECONDS = 8.0
+"""Without -r, a row takes no further sample after so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class BenchOptions:
     Attributes:
         model: a checkpoint, as for `resolve_model`; shape: random weights, as for `find_shape`.
         prompts, generated, batches, depths: lengths and sizes of the tests; see `grid`.
-        repetitions: samples of each row.
+        repetitions: samples of each row; None also lets a slow row have fewer.
         workload: "nano" or a JSONL file, in place of the tests; rate: its arrivals a second.
         suite: "targets", in place of the tests; only: words, one of which a row's name must contain.
         kernels: time every op alone at the tests' shapes, in place of the tests.
@@ -171,7 +173,8 @@ def _measure_cases(options: BenchOptions, session: Session, result: BenchResult,
             row = empty_result(case)
             row.error = f"left out: the suite has run for {suite.SECONDS:.0f} s"
         else:
-            budget = suite.ROW_SECONDS if options.suite else float("inf")
+            budget = float("inf") if options.repetitions else UNASKED_SECONDS
+            budget = suite.ROW_SECONDS if options.suite else budget
             row = session.measure(case, repetitions, budget)
             if row.error is not None and session.isolated:
                 sink.warn("the device is lost to this process: each further row gets a process of its own")
