@@ -115,7 +115,7 @@ def compile_bindings(toolkit: Toolkit, folder: Path) -> tuple[bool, str]:
     command = [*find_compiler().split(), "-fsyntax-only", "-std=c++20", "-Wall", "-Wextra", "-Werror"]
     command += [argument for path in system for argument in ("-isystem", str(path))]
     bindings = SOURCE_FOLDER / "bindings.cpp"
-    inputs = [bindings, SOURCE_FOLDER / "launch.h", torch_folder / "version.py"]
+    inputs = [bindings, SOURCE_FOLDER / "call.h", SOURCE_FOLDER / "launch.h", torch_folder / "version.py"]
     return run_cached([*command, str(bindings)], inputs, folder / "bindings.json", None)
 
 

@@ -82,4 +82,21 @@ cudaError_t sample(int32_t* sampled, int32_t* last_tokens, const float* logits, 
                    int vocab_size, cudaStream_t stream);
 int sample_workspace_floats();
 
+// Changes logits (float [num_rows, vocab_size]) in place by what row rows[i] has of each token: counts [*, vocab_size] =
+// 2 * times in the answer + (1 if in the prompt). Where that is not 0: x /= repetition if x > 0, else x *= repetition;
+// for tokens of the answer then x -= presence + frequency * times. Rows with penalties 1, 0, 0 stay as they are.
+cudaError_t penalize(float* logits, const int32_t* counts, const int32_t* rows, const float* repetition,
+                     const float* presence, const float* frequency, int num_rows, int vocab_size, cudaStream_t stream);
+
+// counts[rows[i], sampled[i]] += 2; rows are distinct but for padding.
+cudaError_t count_tokens(int32_t* counts, const int32_t* sampled, const int32_t* rows, int num_rows, int vocab_size,
+                         cudaStream_t stream);
+
+// Column 0 of row i: sampled[i] and its log-probability under softmax(logits[i]); columns 1 to num_logprobs[rows[i]], at
+// most width - 1: the most probable tokens and theirs, falling; -1 and -inf when there are no more. A row that asks for
+// -1, and padding, is left alone, as are its further columns.
+cudaError_t logprobs(float* values, int32_t* token_ids, const float* logits, const int32_t* sampled,
+                     const int32_t* rows, const int32_t* num_logprobs, int num_rows, int width, int vocab_size,
+                     cudaStream_t stream);
+
 }  // namespace tinyvllm

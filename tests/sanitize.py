@@ -1,8 +1,9 @@
-"""Every kernel once at small shapes, for compute-sanitizer: `compute-sanitizer --tool racecheck python tests/sanitize.py`."""
+"""Every kernel once at small shapes: `compute-sanitizer --tool racecheck python tests/sanitize.py`."""
 
 from __future__ import annotations
 
 import test_ops as t
+import test_ops_sampling as s
 
 import tinyvllm_cli.reference  # noqa: F401
 from cuda_ext.build import load_extension
@@ -25,10 +26,14 @@ def main() -> None:
     for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):
         t.test_attention_decode("cuda", num_heads, num_kv_heads, head_dim, 16)
         t.test_attention_prefill("cuda", num_heads, num_kv_heads, head_dim, 16, [(7, 7), (65, 64), (300, 17)])
-    t.test_sample_greedy("cuda", 4099)
-    t.test_sample_padding_touches_nothing("cuda")
+    s.test_sample_greedy("cuda", 4099)
+    s.test_sample_padding_touches_nothing("cuda")
     for params in ({}, {"top_k": [40], "top_p": [0.9], "min_p": [0.02]}):
-        t.test_sample_agrees_with_reference("cuda", params, 300)
+        s.test_sample_agrees_with_reference("cuda", params, 300)
+    for vocab_size in (1, 300, 4099):
+        s.test_penalize("cuda", vocab_size)
+        s.test_logprobs("cuda", vocab_size)
+    s.test_count_tokens("cuda")
     print("every kernel ran")
 
 

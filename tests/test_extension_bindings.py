@@ -20,6 +20,7 @@ from cuda_ext.cache import load_or_build
 from tinyvllm_cli import ops
 
 BINDINGS = toolchain.SOURCE_FOLDER / "bindings.cpp"
+CALL_H = toolchain.SOURCE_FOLDER / "call.h"
 LAUNCH_H = toolchain.SOURCE_FOLDER / "launch.h"
 WORKSPACE_FLOATS = 100
 STUBS = {
@@ -92,7 +93,13 @@ def shim_source() -> str:
 def recorder() -> Any:
     """The library; kept in build/ while neither bindings.cpp, launch.h, torch nor this file change."""
     digest = hashlib.sha256()
-    for text in (BINDINGS.read_text(), LAUNCH_H.read_text(), Path(__file__).read_text(), torch.__version__):
+    for text in (
+        BINDINGS.read_text(),
+        CALL_H.read_text(),
+        LAUNCH_H.read_text(),
+        Path(__file__).read_text(),
+        torch.__version__,
+    ):
         digest.update(text.encode())
     name = f"bindings_{digest.hexdigest()[:16]}"
     library = toolchain.SOURCE_FOLDER.parent / "build" / "tests" / f"{name}.so"
@@ -118,6 +125,7 @@ def recorder() -> Any:
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 T, H, V, Q, K, D, BS, B = 6, 32, 40, 6, 2, 64, 16, 5  # tokens, hidden, vocabulary, heads, kv heads, head_dim, cache
 S, MAX_SEQS, WIDTH, SPLITS, INTER, N = 3, 7, 4, 2, 48, 24  # sequences, table, splits, intermediate, out features
+W = 5  # columns of log-probabilities
 
 Call = tuple[dict[str, Any], dict[str, float]]
 
@@ -186,6 +194,20 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             | {"workspace": new(S * WORKSPACE_FLOATS, dtype=F32), "counters": new(S)},
             {"num_rows": S, "vocab_size": V},
         ),
+        "penalize": (
+            {"logits": new(S, V, dtype=F32), "counts": new(MAX_SEQS, V), "rows": new(S)}
+            | {name: new(MAX_SEQS, dtype=F32) for name in ("repetition", "presence", "frequency")},
+            {"num_rows": S, "vocab_size": V},
+        ),
+        "count_tokens": (
+            {"counts": new(MAX_SEQS, V), "sampled": new(S), "rows": new(S)},
+            {"num_rows": S, "vocab_size": V},
+        ),
+        "logprobs": (
+            {"values": new(S, W, dtype=F32), "token_ids": new(S, W), "logits": new(S, V, dtype=F32)}
+            | {"sampled": new(S), "rows": new(S), "num_logprobs": new(MAX_SEQS)},
+            {"num_rows": S, "width": W, "vocab_size": V},
+        ),
     }
 
 
@@ -253,6 +275,7 @@ def test_short_tensor_is_refused(recorder: Any, op: str, name: str) -> None:
     arguments[name] = arguments[name][:-1].contiguous() if name != "q" else arguments[name][:-1]
     free = {("embedding", "weight"), ("rope_store", "rope_table")}
     free |= {(op, "kv_cache"), ("attention_decode", "block_table"), ("attention_prefill", "block_table")}
+    free |= {("count_tokens", "counts"), ("logprobs", "num_logprobs")}
     if (op, name) in free:
         assert run(recorder, op, arguments)
         return

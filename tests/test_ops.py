@@ -8,7 +8,6 @@ cache slots and padding of the block table are poisoned before each call.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tinyvllm_cli import ops, reference
-from tinyvllm_cli.memory.plan import SAMPLE_WORKSPACE_FLOATS
+from tinyvllm_cli import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FLOOR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
@@ -296,96 +294,3 @@ def test_attention_prefill(
             exact = attention(heads[part].double(), dense[s].double(), context - 1, scale)
             plain = attention(heads[part], dense[s], context - 1, scale)
             check(result[part], exact.flatten(1), plain.flatten(1))
-
-
-def sample_args(logits: Tensor, device: str, **params: list[float]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(sampled, last_tokens, the other arguments of ops.sample) for as many rows as logits has, row i being i."""
-    count = logits.size(0)
-    defaults: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0}
-    kinds = {"top_k": torch.int32, "seeds": torch.int64}
-    values = [
-        torch.tensor(params.get(n, [d] * count), dtype=kinds.get(n, torch.float32), device=device)
-        for n, d in defaults.items()
-    ]
-    rows = torch.arange(count, dtype=torch.int32, device=device)
-    positions = torch.tensor(params.get("positions", [0] * count), dtype=torch.int32, device=device)
-    workspace = poisoned(count * SAMPLE_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
-    counters = torch.zeros(count, dtype=torch.int32, device=device)
-    sampled = torch.full((count,), -7, dtype=torch.int32, device=device)
-    return sampled, sampled.clone(), [logits.to(device), rows, positions, *values, workspace, counters]
-
-
-@pytest.mark.parametrize("vocab_size", [2, 300, 4099, 49152, 128256])
-def test_sample_greedy(device: str, vocab_size: int) -> None:
-    g = torch.Generator().manual_seed(3)
-    logits = torch.randn(9, vocab_size, generator=g)
-    logits[1] = 0.5  # all equal: the lowest index wins
-    logits[2, -1] = 100
-    logits[3, vocab_size // 2 :] = 50
-    logits[4] = -math.inf
-    logits[4, vocab_size // 3] = -1e30
-    sampled, last, args = sample_args(logits, device, temperature=[0.0] * 9)
-    ops.sample(sampled, last, *args)
-    assert sampled.tolist() == logits.argmax(-1).tolist()
-    assert sampled.tolist()[1] == 0
-    assert torch.equal(last, sampled)
-    assert int(args[-1].abs().sum()) == 0
-
-
-def test_sample_padding_touches_nothing(device: str) -> None:
-    sampled, last, args = sample_args(torch.randn(3, 300), device, temperature=[0.0, 1.0, 0.0])
-    args[1][1] = -1
-    ops.sample(sampled, last, *args)
-    assert last.tolist()[1] == -7
-    assert last.tolist()[0] >= 0
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"top_k": [1]},
-        {"top_k": [5]},
-        {"top_p": [0.5]},
-        {"min_p": [0.3]},
-        {"top_k": [40], "top_p": [0.9], "min_p": [0.02]},
-        {"temperature": [0.3]},
-        {"temperature": [2.5], "top_k": [1000]},
-        {"top_p": [1e-6]},
-    ],
-)
-@pytest.mark.parametrize("vocab_size", [300, 49157])
-def test_sample_agrees_with_reference(device: str, params: dict[str, list[float]], vocab_size: int) -> None:
-    """Same draw as the reference, but where the uniform number falls within rounding of a boundary."""
-    count = 64
-    logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(5)) * 3
-    many = {name: values * count for name, values in params.items()}
-    many |= {"seeds": [random.Random(i).getrandbits(63) for i in range(count)], "positions": list(range(count))}
-    expected, last, args = sample_args(logits, "cpu", **many)
-    reference.sample(expected, last, *args)
-    sampled, last, args = sample_args(logits, device, **many)
-    for _ in range(3):
-        ops.sample(sampled, last, *args)
-        different = int((sampled.cpu() != expected).sum())
-        assert different <= (0 if device == "cpu" else 1)
-    assert int(args[-1].abs().sum()) == 0
-
-
-def test_sample_statistics(device: str) -> None:
-    """The odds of four tokens, 20,000 draws each with and without a filter, within 5 standard deviations."""
-    count, odds = 20_000, [0.1, 0.2, 0.3, 0.4]
-    logits = torch.tensor(odds).log().repeat(count, 1)
-    sampled, last, args = sample_args(logits, device, positions=list(range(count)), seeds=[11] * count)
-    ops.sample(sampled, last, *args)
-    shares = torch.bincount(sampled.cpu(), minlength=4) / count
-    for share, p in zip(shares.tolist(), odds, strict=True):
-        assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / count)
-    sampled, last, args = sample_args(logits, device, positions=list(range(count)), top_p=[0.65] * count)
-    ops.sample(sampled, last, *args)
-    assert set(sampled.tolist()) == {2, 3}
-
-
-def test_uniform_is_philox() -> None:
-    """Known answers of Philox4x32-10 (Salmon et al. 2011): counter and key all zero; and a dependence on both words."""
-    assert reference.uniform(0, 0) == (0x6627E8D5 + 0.5) / 2**32
-    assert len({reference.uniform(seed, position) for seed in (0, 1, 1 << 32) for position in (0, 1)}) == 6

@@ -28,6 +28,11 @@ SCHEMAS = {
     "sample": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor logits, Tensor rows, Tensor positions, "
     "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor(c!) workspace, "
     "Tensor(d!) counters) -> ()",
+    "penalize": "(Tensor(a!) logits, Tensor counts, Tensor rows, Tensor repetition, Tensor presence, "
+    "Tensor frequency) -> ()",
+    "count_tokens": "(Tensor(a!) counts, Tensor sampled, Tensor rows) -> ()",
+    "logprobs": "(Tensor(a!) values, Tensor(b!) token_ids, Tensor logits, Tensor sampled, Tensor rows, "
+    "Tensor num_logprobs) -> ()",
 }
 
 _library = torch.library.Library("tinyvllm", "DEF")
@@ -179,3 +184,33 @@ def sample(
     _ops.sample(
         sampled, last_tokens, logits, rows, positions, temperature, top_k, top_p, min_p, seeds, workspace, counters
     )
+
+
+def penalize(
+    logits: Tensor, counts: Tensor, rows: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    """Makes tokens that a sequence has already less probable (or more), in place, before `sample`.
+
+    logits fp32 [R, V]; counts int32 [max_num_seqs, V] = 2 * times in the answer + (1 if in the prompt); repetition
+    (Keskar et al. 2019), presence and frequency fp32 [max_num_seqs]; counts and penalties by rows[i], int32 [R], -1 is
+    padding. Where the count is not 0, a positive logit is divided by repetition and another multiplied by it; where the
+    token is in the answer, presence + frequency * times is then subtracted. 1, 0, 0 changes nothing.
+    """
+    _ops.penalize(logits, counts, rows, repetition, presence, frequency)
+
+
+def count_tokens(counts: Tensor, sampled: Tensor, rows: Tensor) -> None:
+    """counts[rows[i], sampled[i]] += 2, for `penalize`. sampled, rows int32 [R]; rows are distinct, -1 is padding."""
+    _ops.count_tokens(counts, sampled, rows)
+
+
+def logprobs(
+    values: Tensor, token_ids: Tensor, logits: Tensor, sampled: Tensor, rows: Tensor, num_logprobs: Tensor
+) -> None:
+    """Log-probabilities under softmax(logits) of the sampled tokens and of the most probable ones.
+
+    values fp32, token_ids int32 [R, W]: column 0 is sampled[i]; columns 1 to k = num_logprobs[rows[i]] (int32
+    [max_num_seqs], at most W - 1) are the k most probable tokens, falling, of equal ones the lowest first; token -1 and
+    -inf where the vocabulary has no more. Rows with k = -1 and padding (row -1), and columns beyond k, are unspecified.
+    """
+    _ops.logprobs(values, token_ids, logits, sampled, rows, num_logprobs)

@@ -220,6 +220,40 @@ def uniform(seed: int, position: int) -> float:
     return (counter[0] + 0.5) / 2.0**32
 
 
+def penalize(
+    logits: Tensor, counts: Tensor, rows: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    for i, row in enumerate(rows.tolist()):
+        penalties = (float(repetition[row]), float(presence[row]), float(frequency[row]))
+        if row < 0 or penalties == (1, 0, 0):
+            continue
+        times = counts[row] // 2
+        repeated = torch.where(logits[i] > 0, logits[i] / penalties[0], logits[i] * penalties[0])
+        subtracted = torch.where(times > 0, penalties[1] + penalties[2] * times, 0)
+        logits[i] = torch.where(counts[row] > 0, repeated - subtracted, logits[i])
+
+
+def count_tokens(counts: Tensor, sampled: Tensor, rows: Tensor) -> None:
+    real = (rows >= 0) & (sampled >= 0)
+    counts[rows[real], sampled[real]] += 2
+
+
+def logprobs(
+    values: Tensor, token_ids: Tensor, logits: Tensor, sampled: Tensor, rows: Tensor, num_logprobs: Tensor
+) -> None:
+    for i, row in enumerate(rows.tolist()):
+        asked = int(num_logprobs[row]) if row >= 0 else -1
+        if asked < 0:
+            continue
+        known = functional.log_softmax(logits[i], dim=-1)
+        best = known.sort(descending=True, stable=True)
+        count = min(asked, len(known))
+        token_ids[i, 0], values[i, 0] = sampled[i], known[sampled[i]]
+        token_ids[i, 1 : asked + 1], values[i, 1 : asked + 1] = -1, -torch.inf
+        token_ids[i, 1 : count + 1] = best.indices[:count]
+        values[i, 1 : count + 1] = best.values[:count]
+
+
 _library = torch.library.Library("tinyvllm", "IMPL", "CPU")
 for _name in ops.SCHEMAS:
     _library.impl(_name, globals()[_name])
