@@ -38,6 +38,8 @@ ALIGNMENT = 256
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 SAMPLE_WORKSPACE_FLOATS = 4096
 """Scratch of the sampling kernel for one row of logits."""
+LOGPROB_COLUMNS = 21
+"""The sampled token and the 20 most probable ones."""
 DECODE_CTAS = 264
 """CTAs of decode attention that share a batch's contexts: two for each of an H200's 132 SMs."""
 MAX_SPLITS = 64
@@ -197,8 +199,12 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
                "token ids, positions, slots, rows, lengths of a step", ALWAYS),
         Buffer("decode_state", (8, padded), "int32", "8 x ceil(S / 64) x 64",
                "rows, positions and tokens of a captured decode step", ALWAYS),
-        Buffer("sampling_params", (6, padded), "int32", "6 x ceil(S / 64) x 64",
-               "temperature, top-k, top-p, min-p, seed per row", ALWAYS),
+        Buffer("sampling_params", (10, padded), "int32", "10 x ceil(S / 64) x 64",
+               "temperature, top-k, top-p, min-p, penalties, seed per row", ALWAYS),
+        Buffer("token_counts", (s, v), "int32", "S x V", "tokens that rows with penalties have", ALWAYS),
+        Buffer("logprob_values", (s, LOGPROB_COLUMNS), "float32", f"S x {LOGPROB_COLUMNS}",
+               "log-probabilities of sampled and best tokens", ALWAYS),
+        Buffer("logprob_ids", (s, LOGPROB_COLUMNS), "int32", f"S x {LOGPROB_COLUMNS}", "their tokens", ALWAYS),
         Buffer("block_table", (s, blocks), "int32", "S x ceil(max_model_len / block_size)",
                "KV blocks of each row", ALWAYS),
         Buffer("rope_table", (limits.max_model_len, d), "float32", "max_model_len x D", "cosines and sines", ALWAYS),

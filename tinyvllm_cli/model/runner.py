@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from tinyvllm_cli import ops
+from tinyvllm_cli.engine.step_plan import StepLogprobs
 from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decode_splits
 from tinyvllm_cli.model.llama import Batch, Llama, StageHook
 from tinyvllm_cli.model.rope import rope_table
+from tinyvllm_cli.model.sampling import SamplingState
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
     from tinyvllm_cli.checkpoint.weights import Weights
-    from tinyvllm_cli.engine.sequence import SamplingParams
     from tinyvllm_cli.engine.step_plan import StepPlan
 
 Int32Array = npt.NDArray[np.int32]
@@ -78,18 +79,20 @@ class ModelRunner:
         self.buffers["attention_counters"].zero_()
         self.buffers["sample_counters"].zero_()
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
-        self.params = SamplingState(self.buffers["sampling_params"], limits.max_num_seqs)
+        self.params = SamplingState(self.buffers["sampling_params"], self.buffers["token_counts"])
         state = self.buffers["decode_state"].zero_()[:, : limits.max_num_seqs]
         self.decode_rows, self.next_positions, self.token_ids, self.positions = state[:4]
         self.slots, self.context_lens, self.last_tokens, self.sampled = state[4:]
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
         if self.stream:  # weights and buffers were filled on the current stream
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self.captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by bucket, and whether with penalties
         self.replayed_rows: Int32Array | None = None  # rows of the last step, if that was a graph's
         size = self.buffers["step_inputs"].size(0)
         self.uploads = [_host(size, self.cuda) for _ in range(IN_FLIGHT)]
         self.downloads = [_host(limits.max_num_seqs, self.cuda) for _ in range(IN_FLIGHT)]
+        self.logprob_downloads: list[tuple[Tensor, Tensor]] = []  # ids and values for each slot, once someone asks
+        self.told: StepLogprobs | None = None
         self.events = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if self.cuda else []
         self.pending: deque[tuple[int, int]] = deque()  # (slot of downloads, number of tokens)
         self.launched = 0
@@ -104,6 +107,8 @@ class ModelRunner:
             self._update_state(plan)
             sampled = self._replay(plan, slot) if self.graphs and plan.is_decode_only else self._eager(plan, slot)
             self.downloads[slot][: sampled.size(0)].copy_(sampled, non_blocking=True)
+            if plan.wants_logprobs:
+                self._download_logprobs(slot, sampled.size(0))
             if self.cuda:
                 self.events[slot].record()
         self.pending.append((slot, sampled.size(0)))
@@ -114,15 +119,37 @@ class ModelRunner:
         if self.cuda:
             self.events[slot].synchronize()
         tokens: Int32Array = self.downloads[slot][:count].numpy().copy()
+        if self.logprob_downloads:
+            ids, values = self.logprob_downloads[slot]
+            self.told = StepLogprobs(ids[:count].numpy(), values[:count].numpy())
         return tokens
+
+    def logprobs(self) -> StepLogprobs:
+        """Of the step last collected, whose plan asked for them; valid until another step is launched."""
+        assert self.told is not None
+        return self.told
+
+    def _download_logprobs(self, slot: int, count: int) -> None:
+        ids, values = self.buffers["logprob_ids"], self.buffers["logprob_values"]
+        if not self.logprob_downloads:
+            size = ids.numel()
+            self.logprob_downloads = [
+                (_host(size, self.cuda).view_as(ids), _host(size, self.cuda).view(torch.float32).view_as(values))
+                for _ in range(IN_FLIGHT)
+            ]
+        host_ids, host_values = self.logprob_downloads[slot]
+        host_ids[:count].copy_(ids[:count], non_blocking=True)
+        host_values[:count].copy_(values[:count], non_blocking=True)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
     def _update_state(self, plan: StepPlan) -> None:
-        """Applies what the plan says has changed: sampling parameters of rows, entries of the block table."""
+        """Applies what the plan says has changed: parameters and tokens of rows, entries of the block table."""
         if plan.row_updates:
             self.params.update(plan.row_updates)
+        if plan.histories:
+            self.params.remember(plan.histories)
         if len(plan.block_updates):
             row, column, block = plan.block_updates.T
             index = torch.from_numpy(row.astype(np.int64) * self.block_table.size(1) + column)
@@ -173,13 +200,17 @@ class ModelRunner:
         logits = self.model.forward(batch, decode_splits(max(n, 1), self.config.num_kv_heads), self.hook)
         sampled = self.sampled[: len(plan.sample_seqs)]
         if len(plan.sample_seqs):
-            self._sample(sampled, logits, sample_rows, sample_positions)
+            self._sample(sampled, logits, sample_rows, sample_positions, self.params.any_penalties(plan.rows))
+            if plan.wants_logprobs:
+                self._logprobs(sampled, logits, sample_rows)
         if self.hook:
             self.hook("sample", -1)
         return sampled
 
-    def _sample(self, sampled: Tensor, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
+    def _sample(self, sampled: Tensor, logits: Tensor, rows: Tensor, positions: Tensor, penalties: bool) -> None:
         p, b = self.params, self.buffers
+        if penalties:
+            ops.penalize(logits, p.token_counts, rows, p.repetition, p.presence, p.frequency)
         ops.sample(
             sampled,
             self.last_tokens,
@@ -194,12 +225,20 @@ class ModelRunner:
             b["sample_workspace"],
             b["sample_counters"],
         )
+        if penalties:
+            ops.count_tokens(p.token_counts, sampled, rows)
+
+    def _logprobs(self, sampled: Tensor, logits: Tensor, rows: Tensor) -> None:
+        count = sampled.size(0)
+        values, ids = self.buffers["logprob_values"][:count], self.buffers["logprob_ids"][:count]
+        ops.logprobs(values, ids, logits, sampled, rows, self.params.num_logprobs)
 
     def _replay(self, plan: StepPlan, slot: int) -> Tensor:
         """One decode step by its captured graph; nothing is uploaded while the same rows go on decoding."""
-        bucket = self._bucket(plan.num_seqs)
-        if bucket not in self.captured:
-            self._capture(bucket)
+        bucket, num_seqs = self._bucket(plan.num_seqs), plan.num_seqs
+        kind = bucket, self.params.any_penalties(plan.rows)
+        if kind not in self.captured:
+            self._capture(*kind)
             self.replayed_rows = None
         if self.replayed_rows is not plan.rows:  # the scheduler keeps the array while the same rows go on
             padding = np.full(bucket - plan.num_seqs, -1, dtype=np.int32)
@@ -209,24 +248,26 @@ class ModelRunner:
             self.decode_rows[:bucket].copy_(rows)
             self.next_positions[:bucket].copy_(positions)
             self.replayed_rows = plan.rows
-        self.captured[bucket].replay()
-        return self.sampled[: plan.num_seqs]
+        self.captured[kind].replay()
+        if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
+            self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
+        return self.sampled[:num_seqs]
 
     def _bucket(self, num_seqs: int) -> int:
         largest = self.limits.max_num_seqs
         return next((b for b in BUCKETS if num_seqs <= b <= largest), largest)
 
-    def _capture(self, bucket: int) -> None:
+    def _capture(self, bucket: int, penalties: bool) -> None:
         bucket_rows = self.decode_rows[:bucket]
         bucket_rows.fill_(-1)  # padding only: the warm-up and the capture change nothing
-        self._decode(bucket)
+        self._decode(bucket, penalties)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self.captured.values())).pool() if self.captured else None
         with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            self._decode(bucket)
-        self.captured[bucket] = graph
+            self._decode(bucket, penalties)
+        self.captured[bucket, penalties] = graph
 
-    def _decode(self, bucket: int) -> None:
+    def _decode(self, bucket: int, penalties: bool) -> None:
         rows, context_lens = self.decode_rows[:bucket], self.context_lens[:bucket]
         token_ids, positions, slots = self.token_ids[:bucket], self.positions[:bucket], self.slots[:bucket]
         ops.decode_inputs(
@@ -242,36 +283,7 @@ class ModelRunner:
         )
         batch = Batch(token_ids, positions, slots, rows, context_lens)
         logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
-        self._sample(self.sampled[:bucket], logits, rows, context_lens)
-
-
-class SamplingState:
-    """Sampling parameters of every row: a host mirror, copied to the device whole when some row changed.
-
-    buffer: int32 [6, padded], 24 bytes for each of max_num_seqs rows and for padding to a multiple of 4 rows.
-    """
-
-    def __init__(self, buffer: Tensor, max_num_seqs: int) -> None:
-        self.device = buffer
-        self.host = np.zeros(buffer.shape, dtype=np.int32)
-
-        def views(table: Tensor) -> tuple[Tensor, ...]:
-            seeds, floats = table[:2].view(-1).view(torch.int64), table[2:5].view(torch.float32)
-            return tuple(row[:max_num_seqs] for row in (seeds, *floats, table[5]))
-
-        self.seeds, self.temperature, self.top_p, self.min_p, self.top_k = views(self.device)
-        mirror = (v.numpy() for v in views(torch.from_numpy(self.host)))
-        self.host_seeds, self.host_temperature, self.host_top_p, self.host_min_p, self.host_top_k = mirror
-        self.host_top_p.fill(1.0)
-
-    def update(self, row_updates: tuple[tuple[int, SamplingParams], ...]) -> None:
-        for row, p in row_updates:
-            self.host_seeds[row] = p.seed
-            self.host_temperature[row] = p.temperature
-            self.host_top_p[row] = p.top_p
-            self.host_min_p[row] = p.min_p
-            self.host_top_k[row] = p.top_k
-        self.device.copy_(torch.from_numpy(self.host), non_blocking=True)
+        self._sample(self.sampled[:bucket], logits, rows, context_lens, penalties)
 
 
 def _view(arena: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
