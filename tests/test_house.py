@@ -28,6 +28,7 @@ RULES: dict[str, str] = {
     "tinyvllm_cli.engine": "numpy errors engine",
     "tinyvllm_cli.memory": "errors memory",
     "tinyvllm_cli.checkpoint.weights": "torch numpy errors checkpoint",
+    "tinyvllm_cli.checkpoint.data": "numpy errors checkpoint",
     "tinyvllm_cli.checkpoint": "errors checkpoint",
     "tinyvllm_cli.text": "tokenizers jinja2 errors text",
     "tinyvllm_cli.jobs": "errors jobs",
@@ -49,7 +50,12 @@ RULES: dict[str, str] = {
     "cuda_ext.toolchain": "errors cuda_ext",
     "cuda_ext": "torch errors cuda_ext",
 }
-ENVIRONMENT_READERS = ("tinyvllm_cli/commands/model.py", "tinyvllm_cli/render/console.py", "cuda_ext/")
+ENVIRONMENT_READERS = (
+    "tinyvllm_cli/commands/model.py",
+    "tinyvllm_cli/commands/settings.py",
+    "tinyvllm_cli/render/console.py",
+    "cuda_ext/",
+)
 TOP_LEVEL = {
     "tinyvllm_cli",
     "cuda_ext",

@@ -13,7 +13,7 @@ import typer
 
 from tinyvllm_cli import __version__
 from tinyvllm_cli.errors import ExitCode, UserError
-from tinyvllm_cli.options import Device, DType, PromptFormat, parse_bytes, parse_counts, parse_words
+from tinyvllm_cli.options import Device, DType, Preset, PromptFormat, Sort, parse_bytes, parse_counts, parse_words
 
 if TYPE_CHECKING:
     from tinyvllm_cli.render.console import Console
@@ -46,42 +46,73 @@ def _program(
 @app.command()
 def inspect(
     path: Annotated[
-        Path | None,
-        typer.Argument(help="Model folder, .safetensors file, index.json, or demo. Default: as for generate."),
+        str | None,
+        typer.Argument(help="Folder, .safetensors file, index.json, owner/model on the Hub, or demo. As for generate."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit on the Hub.")] = None,
+    tensors: Annotated[str | None, typer.Option(metavar="GLOB", help="List tensors: '*' or '*.mlp.*'.")] = None,
+    sort: Annotated[Sort | None, typer.Option(help="List tensors in this order.")] = None,
+    check_data: Annotated[
+        bool, typer.Option("--check-data", help="Read all values: NaN, infinities, smallest, largest, histogram.")
+    ] = False,
+    diff: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="What another checkpoint has that differs; with data if read.")
+    ] = None,
+    preset: Annotated[
+        Preset | None, typer.Option(help="The buffers of another engine, and ours for the same limits.")
+    ] = None,
+    memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Plan for a GPU of so much: 24GiB.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
-    dtype: Annotated[DType, typer.Option("--dtype", help="Of the plan; auto is the checkpoint's own.")] = DType.AUTO,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most prompts that run at once.")] = 256,
+    device: Annotated[Device, typer.Option("--device", help="What to plan for, as for generate.")] = Device.AUTO,
+    dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most prompts that run at once.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt and its answer.")] = None,
-    max_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one step.")] = 8192,
+    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
-    memory: Annotated[
-        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Device memory to plan for: 80G.")
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Memory of the KV cache: 512MiB, 2G.")
     ] = None,
+    memory_fraction: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the device memory to use.")] = 0.9,
 ) -> None:
-    """Show what is in a checkpoint and what it takes to run it. Reads no weights."""
+    """Show what is in a checkpoint and what it takes to run it. Reads no weights unless told to."""
 
     def command(console: Console) -> int:
         from tinyvllm_cli.commands.inspect import InspectOptions, run
         from tinyvllm_cli.commands.model import DEMO, resolve_model
         from tinyvllm_cli.render.inspect import show
 
-        target = path
-        if target is None or str(target) == DEMO:
-            model = resolve_model(str(target) if target else None)
+        if preset is not None:
+            from tinyvllm_cli.commands.inspect_preset import preset as tiny_vllm
+            from tinyvllm_cli.render.inspect_memory import show_preset
+
+            show_preset(tiny_vllm(), console)
+            return ExitCode.OK
+        target = Path(path or ".")
+        if path is None or path in ("", DEMO):
+            model = resolve_model(path)
             console.note(model.note)
             target = model.path
         options = InspectOptions(
             path=target,
+            revision=revision,
+            tensors=tensors,
+            sort=sort.value if sort else None,
+            check_data=check_data,
+            diff=Path(diff) if diff is not None else None,
+            device=device.value,
             dtype=dtype.value,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             max_model_len=max_model_len,
             block_size=block_size,
             memory=memory,
+            memory_fraction=memory_fraction,
+            kv_cache_memory=kv_cache_memory,
         )
-        result = run(options)
+        result = run(options, console.status)
         show(result, console)
         return result.exit_code
 

@@ -41,6 +41,22 @@ class PromptFormat(StrEnum):
     JSONL = "jsonl"
 
 
+class Sort(StrEnum):
+    """Choices of --sort."""
+
+    FILE = "file"
+    NAME = "name"
+    SIZE = "size"
+    DTYPE = "dtype"
+    SHAPE = "shape"
+
+
+class Preset(StrEnum):
+    """Choices of --preset."""
+
+    TINY_VLLM = "tiny-vllm"
+
+
 def parse_bytes(text: str) -> int:
     """ "512MiB", "2G" (powers of 1024), "1.5GB" (of 1000) or a plain number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())

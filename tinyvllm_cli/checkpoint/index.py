@@ -148,7 +148,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[Fault]]:
     good: dict[str, str] = {}
     refused: dict[str, str] = {}
     for name, file in weight_map.items():
-        if isinstance(file, str) and _is_plain(file):
+        if isinstance(file, str) and is_plain(file):
             good[name] = file
         else:
             refused.setdefault(file if isinstance(file, str) else repr(file), name)
@@ -158,7 +158,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[Fault]]:
     return good, faults
 
 
-def _is_plain(file: str) -> bool:
+def is_plain(file: str) -> bool:
     """Whether a shard's name is a file name and nothing that could lead out of the folder."""
     if file in ("", ".", "..") or not file.isprintable() or set(file) & set("/\\"):
         return False

@@ -29,6 +29,11 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Fault]]:
         return {}, [Fault(where, "there is no such file", "Give a complete model folder.")]
     except OSError as error:
         return {}, [Fault(where, f"cannot be read: {error.strerror or error}")]
+    return parse_json(data, where)
+
+
+def parse_json(data: bytes, where: str) -> tuple[dict[str, Any], list[Fault]]:
+    """As `read_json`, of bytes that are here already; `where` is what messages call them."""
     if data.startswith(b"version https://git-lfs"):
         return {}, [Fault(where, "looks like a Git LFS pointer, not JSON", "Fetch the file with: git lfs pull")]
     try:

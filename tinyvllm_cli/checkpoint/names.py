@@ -21,7 +21,7 @@ STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Left-over tensors that hold nothing of their own: tables that RoPE's settings determine."""
-_PROBE = 1 << 16
+PROBE_BYTES = 1 << 16
 _CHUNK = 1 << 24
 
 
@@ -168,8 +168,8 @@ def _same_bytes(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo, probe: boo
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     size = a.nbytes
-    begins = [0, max(size - _PROBE, 0)] if probe else range(0, size, _CHUNK)
-    step = _PROBE if probe else _CHUNK
+    begins = [0, max(size - PROBE_BYTES, 0)] if probe else range(0, size, _CHUNK)
+    step = PROBE_BYTES if probe else _CHUNK
     with open(a.file, "rb", buffering=0) as file_a, open(b.file, "rb", buffering=0) as file_b:
         start_a, start_b = checkpoint.data_start(a.file) + a.begin, checkpoint.data_start(b.file) + b.begin
         for begin in begins:

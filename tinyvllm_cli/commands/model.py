@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from tinyvllm_cli.errors import UserError
 
 DEMO = "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
 class ResolvedModel(NamedTuple):
@@ -34,14 +36,24 @@ def resolve_model(option: str | None) -> ResolvedModel:
     return _demo("no --model given: ")
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a model on the Hugging Face Hub: owner/model."""
+    return _HUB_ID.fullmatch(name) is not None and ".." not in name and not name.endswith((".safetensors", ".json"))
+
+
 def _named(name: str, origin: str) -> ResolvedModel:
     if name == DEMO:
         return _demo("")
     path = Path(name).expanduser()
     if not name or not path.exists():
+        if is_hub_id(name):
+            folder = name.partition("/")[2]
+            raise UserError(
+                f"there is no folder {name}, and models of the Hugging Face Hub are not downloaded",
+                where=origin,
+                fix=f"Fetch it: hf download {name} --local-dir {folder}\nThen give --model {folder}",
+            )
         fix = "Give a model folder (config.json, *.safetensors, tokenizer.json), or demo for the bundled one."
-        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-            fix += f" Nothing is downloaded; if this is a Hugging Face name: hf download {name} --local-dir DIR"
         raise UserError(f"there is no {name or 'model with an empty name'}", where=origin, fix=fix)
     if path.is_file():
         from tinyvllm_cli.checkpoint.header import read_header
