@@ -11,7 +11,7 @@ from http.client import HTTPException, HTTPMessage, HTTPResponse
 from typing import IO
 from urllib.parse import urlsplit
 
-TRIES = 3
+TRIES, RETRY_SECONDS = 3, 0.3
 SLOW = (429, 500, 502, 503, 504)
 """Answers after which it is worth trying again."""
 
@@ -83,7 +83,7 @@ def get(
         except WebError as error:
             if attempt + 1 == TRIES or error.status not in (0, *SLOW):
                 raise
-            time.sleep(0.3 * 2**attempt)
+            time.sleep(RETRY_SECONDS * 2**attempt)
     raise AssertionError
 
 
