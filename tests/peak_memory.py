@@ -1,9 +1,9 @@
 """Predicted against measured memory on this machine's GPU: what `inspect` says, then what LLM really takes.
 
-    python tests/peak_memory.py [SHAPE] [BYTES OF KV CACHE]
+    PYTHONPATH=. python tests/peak_memory.py [SHAPE] [BYTES OF KV CACHE]
 
-SHAPE is one of bench's, with random weights; default Llama-3.2-1B, the cache as large as fits. Exit code 1 when the peak
-that torch has reserved differs from the prediction by 3% or more.
+SHAPE is one of bench's, with random weights; default Llama-3.2-1B, the cache as large as fits. Exit code 1 when the
+peak that torch has reserved differs from the prediction by 3% or more.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _PATTERNS = (  # the first that is found in a name decides
     ("attention", re.compile(r"attn|attention")),
     ("MLP", re.compile(r"mlp|feed_forward|ffn|experts")),
 )
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def part_of(name: str) -> str:
 def layer_of(name: str) -> int | None:
     """The layer that a tensor belongs to: the first number between dots."""
     match = _NUMBER.search(name)
-    return int(match[0]) if match and len(match[0]) < 10 else None
+    return int(match[0]) if match else None
 
 
 def fold_layers(tensors: Iterable[TensorInfo]) -> list[Fold]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SORTS: dict[str, Callable[[TensorInfo], Any]] = {
     "file": lambda tensor: (tensor.file, tensor.begin),
-    "name": lambda tensor: [(len(w), w) if i % 2 else w for i, w in enumerate(re.split(r"0*(\d+)", tensor.name))],
+    "name": lambda tensor: [(len(w), w) if i % 2 else w for i, w in enumerate(re.split(r"0*([0-9]+)", tensor.name))],
     "size": lambda tensor: (-tensor.nbytes, tensor.name),
     "dtype": lambda tensor: (tensor.dtype, tensor.name),
     "shape": lambda tensor: (tensor.shape, tensor.name),
