@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from models import BOS, CHAT_TEMPLATE, EOS, EOT, byte_chain, chain, edit_json, write_chain, write_rand
-
-from tinyvllm_cli.cli import main
+from program import Outcome, tinyvllm, write_jsonl
 
 HELLO = "é世👋B"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-def tinyvllm(*arguments: object, stdin: bytes = b"") -> Outcome:
-    """Runs the program in this process; the streams are bytes and UTF-8, as in a pipe."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(stdin))))
-        with pytest.raises(SystemExit) as caught:
-            main([str(argument) for argument in arguments])
-    texts = []
-    for stream in (out, err):
-        stream.flush()
-        texts.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
-    assert "Traceback" not in texts[1]
-    return Outcome(int(caught.value.code or 0), *texts)
 
 
 DEVICE = "cpu"
@@ -55,11 +23,6 @@ def _on_each_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generate(*arguments: object, stdin: bytes = b"") -> Outcome:
     return tinyvllm("generate", "--device", DEVICE, *arguments, stdin=stdin)
-
-
-def write_jsonl(path: Path, lines: Sequence[object]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +49,13 @@ def test_record(hello: Path) -> None:
     outcome = generate("--model", hello, "--json", "A")
     assert outcome.code == 0
     (record,) = outcome.records
-    timing = record.pop("timing")
+    timing, identity = record.pop("timing"), record.pop("model_id")
+    assert len(identity) == 16
     assert 0 < timing["first_token_s"] <= timing["total_s"]
     assert record == {
         "index": 0,
         "prompt": "A",
+        "model": hello.name,
         "prompt_token_ids": [BOS, ord("A")],
         "text": HELLO,
         "token_ids": [*HELLO.encode(), EOS],

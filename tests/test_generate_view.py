@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from files import write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyvllm_cli.commands.generate import GenerateResult
-from tinyvllm_cli.commands.model import resolve_model
-from tinyvllm_cli.errors import UserError
-from tinyvllm_cli.jobs.prompts import Prompt, from_arguments
-from tinyvllm_cli.options import parse_bytes
-from tinyvllm_cli.render.console import Console, Mode, dump_json, one_line, printable
+from tinyvllm_cli.jobs.lines import Prompt
+from tinyvllm_cli.jobs.prompts import from_arguments
+from tinyvllm_cli.jobs.results import dump_json
+from tinyvllm_cli.render.console import Console, Mode, one_line, printable
 from tinyvllm_cli.render.generate import GenerateView
-
-ROOT = Path(__file__).parent.parent
+from tinyvllm_cli.render.progress import Progress
 
 
 class Stream(io.StringIO):
@@ -142,17 +134,85 @@ def test_interrupted_line_is_ended() -> None:
     assert err.getvalue().startswith("interrupted: 0 of 1 answered")
 
 
-def test_progress_shows_on_a_terminal_only() -> None:
-    state = GenerateResult(total=40, num_records=10, output_tokens=1000, generate_s=2.0)
+STATE = GenerateResult(
+    total=1040,
+    num_records=1010,
+    num_resumed=1000,
+    num_errors=1,
+    prompt_tokens=400,
+    output_tokens=1000,
+    generate_s=2.0,
+    num_running=8,
+    num_waiting=4,
+    kv_use=0.25,
+)
+WORDS = "0:06 left · 500 tokens/s out · 200 in · 8 running, 4 waiting · KV cache 25% · 1 error"
+
+
+def after(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic() + seconds
+    monkeypatch.setattr("tinyvllm_cli.render.generate.time.monotonic", lambda: now)
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     view, _, out, err = make_view("Q", "R", terminal=True, mode="json")
-    view.progress(state)
-    assert "10/40 · 500 tokens/s · 0:06 left" in err.getvalue()
-    view.finish(state)
+    view.progress(STATE)
+    assert err.getvalue() == ""  # not so soon
+    monkeypatch.setattr("tinyvllm_cli.render.console._terminal_width", lambda stream: 200)
+    after(0.2, monkeypatch)
+    view.progress(STATE)
+    assert f"{'█' * 15}░ 1,010/1,040 · {WORDS}" in err.getvalue()
+    view.finish(STATE)
     assert out.getvalue() == ""
-    for quiet, terminal in ((True, True), (False, False)):
-        view, _, _, err = make_view("Q", "R", terminal=terminal, quiet=quiet)
-        view.progress(state)
-        assert err.getvalue() == ""
+
+
+def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line now and then, for jobs; nothing for a single prompt, and nothing with --quiet."""
+    for texts, quiet, seconds, expected in (
+        (("Q", "R"), False, 11, f"1,010/1,040 done · {WORDS}\n"),
+        (("Q", "R"), False, 5, ""),
+        (("Q", "R"), True, 11, ""),
+        (("Q",), False, 11, ""),
+    ):
+        with monkeypatch.context() as patch:
+            view, _, _, err = make_view(*texts, quiet=quiet)
+            after(seconds, patch)
+            view.progress(STATE)
+            view.progress(STATE)
+        assert err.getvalue() == expected
+
+
+def test_token_rates_are_those_of_the_last_seconds() -> None:
+    progress = Progress()
+    for second in range(1, 61):
+        tokens = 100 * second if second <= 40 else 4000 + 10 * (second - 40)
+        line = progress.line(GenerateResult(output_tokens=tokens, generate_s=second), bar=False)
+        if second == 30:
+            assert "100 tokens/s out" in line
+    assert "0 done · 10 tokens/s out" in line
+    assert len(progress._samples) < 13
+
+
+def test_several_answers_to_a_prompt() -> None:
+    view, (prompt,), out, _ = make_view("Q")
+    view.record(prompt, {"index": 0, "samples": [{"text": "A"}, {"text": "B"}]})
+    assert out.getvalue() == "[1] A\n[2] B\n"
+
+
+def test_records_that_go_to_a_file_are_not_shown() -> None:
+    out, err = Stream(True), Stream()
+    view = GenerateView(Console(out=out, err=err), None, "tinyvllm generate --resume")
+    source = from_arguments(["Q"])
+    view.start(source, to_file=True)
+    assert not view.streams
+    (prompt,) = source
+    view.record(prompt, answer(prompt, "A"))
+    view.record(prompt, {"index": 0, "error": "no"})
+    view.finish(GenerateResult(total=1, num_records=1, output="o.jsonl", interrupted=True, can_resume=True))
+    assert out.getvalue() == ""
+    assert err.getvalue() == (
+        "error: no\ninterrupted: 1 of 1 answered · in o.jsonl\nto go on: tinyvllm generate --resume\n"
+    )
 
 
 def test_only_some_errors_are_shown() -> None:
@@ -177,140 +237,3 @@ def test_json_is_strict_and_utf8() -> None:
     assert json.loads(dump_json({"a": "\ud800é👋"}).encode()) == {"a": "\ud800é👋"}
     with pytest.raises(ValueError, match="not JSON compliant"):
         dump_json(float("nan"))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("17", 17), ("512MiB", 2**29), ("2G", 2**31), ("1.5GB", 1_500_000_000), ("3 kib", 3072), ("8b", 8), ("1T", 2**40)],
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "-1", "2X", "G", "1e9", "2 G B"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(typer.BadParameter):
-        parse_bytes(text)
-
-
-# The choice of the model
-
-
-def test_model_named_by_option_variable_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "m"
-    folder.mkdir()
-    monkeypatch.setenv("TINYVLLM_MODEL", str(folder))
-    assert resolve_model(str(tmp_path)) == (tmp_path, f"model: {tmp_path}")
-    assert resolve_model(None) == (folder, f"model: {folder} (from TINYVLLM_MODEL)")
-    monkeypatch.setenv("TINYVLLM_MODEL", "")
-    (folder / "config.json").touch()
-    (folder / "model.safetensors").touch()
-    monkeypatch.chdir(folder)
-    assert resolve_model(None) == (folder, f"model: {folder} (the current folder)")
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"), [("org/name", "hf download org/name"), ("./nowhere", "Give a model"), ("", "")]
-)
-def test_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        resolve_model(name)
-    assert "--model" in str(caught.value)
-    assert hint in str(caught.value)
-
-
-# The program as a process, as far as it goes without a model
-
-
-def tinyvllm(*arguments: str, stdin: str = "", cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tinyvllm_cli", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def test_help_is_fast_and_light() -> None:
-    began = time.perf_counter()
-    for command in ([], ["generate"]):
-        assert "Usage: tinyvllm" in tinyvllm(*command, "--help").stdout
-    assert time.perf_counter() - began < 2.0  # 0.1 s each on an idle machine; the test's may be busy
-    code = (
-        "import sys, tinyvllm_cli.cli; print([m for m in ('torch', 'rich', 'numpy', 'tokenizers') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert result.stdout == "[]\n"
-
-
-def test_version() -> None:
-    assert tinyvllm("--version").stdout.startswith("tinyvllm 0.")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["generate"], 2, "no prompt given"),
-        (["generate", "a", "--prompts", "b"], 2, "both"),
-        (["generate", "a", "--max-tokens", "0"], 2, "max_tokens must be at least 1"),
-        (["generate", "a", "--max-tokens", "x"], 2, "x"),
-        (["generate", "a", "--temperature", "-1"], 2, "temperature"),
-        (["generate", "a", "--temperature", "nan"], 2, "temperature"),
-        (["generate", "a", "--top-p", "1.5"], 2, "top_p must be above 0 and at most 1"),
-        (["generate", "a", "--seed", "-1"], 2, "seed"),
-        (["generate", "a", "--block-size", "0"], 2, "--block-size"),
-        (["generate", "a", "--kv-cache-memory", "2X"], 2, "'2X' is no size"),
-        (["generate", "a", "--device", "tpu"], 2, "tpu"),
-        (["generate", "a", "--json", "--stream"], 2, "--stream"),
-        (["generate", "a", "--model", "nowhere"], 1, "--model: there is no nowhere"),
-        (["generate", ""], 2, "prompt 1 is empty"),
-        (["generate", "--prompts", "nowhere.txt"], 1, "nowhere.txt: cannot be read"),
-        (["generate", "--prompts", "-"], 1, "standard input: holds no prompt"),
-        (["nonsense"], 2, "nonsense"),
-    ],
-)
-def test_wrong_command_lines(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
-    if arguments[0] == "generate" and "--model" not in arguments:
-        arguments = [*arguments, "--model", str(tmp_path)]
-    result = tinyvllm(*arguments)
-    assert result.returncode == code
-    assert result.stdout == ""
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("redirection", "code", "message"),
-    [(">&-", 0, ""), ("2>&-", 0, ""), ("<&- --format text --prompts -", 1, "standard input: is closed")],
-)
-def test_closed_streams(redirection: str, code: int, message: str) -> None:
-    command = "--version" if code == 0 else "generate --model ."
-    result = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -m tinyvllm_cli {command} {redirection}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
-    assert (result.returncode, message in result.stderr) == (code, True)
-    assert "Traceback" not in result.stderr
-
-
-def test_model_that_is_a_file(tmp_path: Path) -> None:
-    pointer = tmp_path / "model.safetensors"
-    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(UserError, match="Git LFS pointer"):
-        resolve_model(str(pointer))
-    write_tensors(pointer, {})
-    with pytest.raises(UserError, match="is a file") as caught:
-        resolve_model(str(pointer))
-    assert str(tmp_path) in caught.value.fix
-
-
-def test_arguments_that_are_not_utf8() -> None:
-    with pytest.raises(UserError, match="prompt 2 is not UTF-8"):
-        from_arguments(["a", "\udcff"])

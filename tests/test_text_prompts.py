@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.jobs import prompts as prompts_module
-from tinyvllm_cli.jobs.prompts import Prompt, from_arguments, from_file
-from tinyvllm_cli.jobs.results import InOrder, error_record, success_record
+from tinyvllm_cli.jobs.lines import Prompt
+from tinyvllm_cli.jobs.prompts import from_arguments, from_file
+from tinyvllm_cli.jobs.results import InOrder, error_record
 
 
 def read(tmp_path: Path, content: bytes, name: str = "p.txt") -> list[Prompt]:
@@ -108,7 +109,7 @@ def test_jsonl(tmp_path: Path) -> None:
     assert prompts[0].unknown_keys == ("answer",)
     assert prompts[1].messages == messages
     assert [prompt.id for prompt in prompts] == ["x", 7, "[1]", None]
-    assert prompts[2].token_ids == [1, 2]
+    assert prompts[2].token_ids == (1, 2)
     assert prompts[2].parameters == {"ignore_eos": True, "stop_token_ids": (9,)}
     assert [prompt.line for prompt in prompts] == [1, 2, 4, 5]
     assert [prompt.title for prompt in prompts] == ["a", "u", "2 token ids", ""]
@@ -131,7 +132,11 @@ def test_jsonl(tmp_path: Path) -> None:
         ({"prompt": "a", "max_tokens": True}, "max_tokens must be an integer"),
         ({"prompt": "a", "seed": 1.5}, "seed must be an integer"),
         ({"prompt": "a", "ignore_eos": 1}, "true or false"),
-        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty is not supported"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not supported"),
+        ({"prompt": "a", "stop": ["a", 1]}, "stop must be a text or a list of texts"),
+        ({"prompt": "a", "logprobs": True}, "logprobs must be an integer"),
+        ({"prompt": "a", "n": 1.5}, "n must be an integer"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text"),
     ],
 )
 def test_bad_lines_of_jsonl(tmp_path: Path, line: Any, message: str) -> None:
@@ -164,32 +169,14 @@ def test_a_file_is_read_as_it_is_needed(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen == 10
 
 
-@given(order=st.permutations(range(7)), finished=st.integers(0, 7))
-def test_records_keep_the_order_of_the_input(order: list[int], finished: int) -> None:
+@given(order=st.permutations(range(7)), finished=st.integers(0, 7), first=st.integers(0, 3))
+def test_records_keep_the_order_of_the_input(order: list[int], finished: int, first: int) -> None:
     emitted: list[int] = []
-    records = InOrder(lambda prompt, record: emitted.append(record["index"]))
-    for index in order[:finished]:
-        records.add(Prompt(index), {"index": index})
-        assert emitted == list(range(len(emitted)))
+    records = InOrder(emitted.append, first)
+    order = [index for index in order if index >= first][:finished]
+    for index in order:
+        records.add(index, index)
+        assert emitted == list(range(first, first + len(emitted)))
+        assert records.num_early == order.index(index) + 1 - len(emitted)
     records.close()
-    assert emitted == sorted(order[:finished])
-
-
-def test_success_record() -> None:
-    prompt = Prompt(3, line=5, messages=[{"role": "user", "content": "a"}], id="x")
-    record = success_record(
-        prompt, prompt_token_ids=(1, 2), text="t", token_ids=[4], finish_reason="stop", first_token_s=0.1, total_s=0.2
-    )
-    assert record == {
-        "index": 3,
-        "id": "x",
-        "line": 5,
-        "prompt": None,
-        "messages": [{"role": "user", "content": "a"}],
-        "prompt_token_ids": [1, 2],
-        "text": "t",
-        "token_ids": [4],
-        "finish_reason": "stop",
-        "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
-        "timing": {"first_token_s": 0.1, "total_s": 0.2},
-    }
+    assert emitted == sorted(order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from tinyvllm_cli import __version__
+from tinyvllm_cli import __version__, options
 from tinyvllm_cli.errors import ExitCode, UserError
-from tinyvllm_cli.options import Device, DType, Preset, PromptFormat, Sort, parse_bytes, parse_counts, parse_words
+from tinyvllm_cli.options import Device, DType, Order, Preset, Sort, parse_bytes, parse_counts, parse_words
 
 if TYPE_CHECKING:
     from tinyvllm_cli.render.console import Console
@@ -122,32 +123,32 @@ def inspect(
 @app.command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; a single - reads standard input.")] = None,
-    prompts_file: Annotated[
-        str | None,
-        typer.Option("--prompts", "-p", metavar="FILE", help="One prompt a line, or JSONL (*.jsonl); - is stdin."),
-    ] = None,
-    prompt_format: Annotated[
-        PromptFormat, typer.Option("--format", help="Of the prompts file or stdin; auto goes by the file's name.")
-    ] = PromptFormat.AUTO,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="DIR", help="Model folder. Default: $TINYVLLM_MODEL, ., the demo."),
-    ] = None,
+    prompts_file: options.PromptsFile = None,
+    prompt_format: options.Format = options.PromptFormat.AUTO,
+    whole_file: Annotated[bool, typer.Option("--whole-file", help="The prompts file is one prompt.")] = False,
+    model: options.Model = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text: leave the chat template out.")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens for a prompt.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Only the k most probable tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Only the most probable tokens that sum up to p.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option("--min-p", help="Only tokens of this share of the highest probability.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same text, whatever runs beside it.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token.")] = False,
-    stream: Annotated[
-        bool | None,
-        typer.Option("--stream/--no-stream", help="Show text as it comes. Default: for one prompt on a terminal."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, in input order.")] = False,
+    n: options.Samples = None,
+    max_tokens: options.MaxTokens = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the most probable token.")] = False,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = None,
+    logprobs: options.Logprobs = None,
+    output: options.Output = None,
+    order: Annotated[Order, typer.Option(help="Of the records: as in the input, or as they are ready.")] = Order.INPUT,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the job of the output file.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    stream: options.Stream = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
     device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.AUTO,
     dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
@@ -168,25 +169,41 @@ def generate(
         from tinyvllm_cli.commands.generate import GenerateOptions, run
         from tinyvllm_cli.render.generate import GenerateView
 
-        if json and stream:
+        if stream and (json or output or order is Order.FINISHED):
             raise UserError(
-                "--stream shows text, --json whole records", fix="Use one of them.", exit_code=ExitCode.USAGE
+                "--stream shows texts in the order of the input; --json, --output and --order finished do not",
+                fix="Use one of them.",
+                exit_code=ExitCode.USAGE,
             )
-        options = GenerateOptions(
+        sampling = {
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+            "stop": stop,
+            "stop_token_ids": stop_token_ids,
+            "ignore_eos": ignore_eos,
+            "logprobs": logprobs,
+        }
+        generate_options = GenerateOptions(
             prompts=tuple(prompts or ()),
             prompts_file=prompts_file,
             prompts_format=prompt_format.value,
+            whole_file=whole_file,
             model=model,
             raw=raw,
-            sampling={
-                "max_tokens": max_tokens,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "min_p": min_p,
-                "seed": seed,
-                "ignore_eos": ignore_eos,
-            },
+            sampling={name: value for name, value in sampling.items() if value is not None},
+            greedy=greedy,
+            output=output,
+            order=order.value,
+            resume=resume,
+            overwrite=overwrite,
             engine={
                 "device": device.value,
                 "dtype": dtype.value,
@@ -200,7 +217,8 @@ def generate(
                 "graphs": not no_graphs,
             },
         )
-        return run(options, GenerateView(console, stream)).exit_code
+        resume_command = shlex.join(["tinyvllm", *sys.argv[1:], *([] if resume else ["--resume"])])
+        return run(generate_options, GenerateView(console, stream, resume_command)).exit_code
 
     _run(command, json, quiet)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -39,6 +41,14 @@ class PromptFormat(StrEnum):
     AUTO = "auto"
     TEXT = "text"
     JSONL = "jsonl"
+    OPENAI = "openai"
+
+
+class Order(StrEnum):
+    """Choices of --order."""
+
+    INPUT = "input"
+    FINISHED = "finished"
 
 
 class Sort(StrEnum):
@@ -55,6 +65,54 @@ class Preset(StrEnum):
     """Choices of --preset."""
 
     TINY_VLLM = "tiny-vllm"
+
+
+# Options of `generate`. None in sampling: what generation_config.json recommends, or else the default named.
+
+PromptsFile = Annotated[
+    str | None,
+    typer.Option("--prompts", "-p", metavar="FILE", help="One prompt a line, or JSONL (*.jsonl); - is stdin."),
+]
+Format = Annotated[
+    PromptFormat, typer.Option("--format", help="Of the prompts file or stdin; auto goes by name and first line.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="DIR", help="Model folder. Default: $TINYVLLM_MODEL, ., the demo."),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the records to this file, as JSONL.")
+]
+Stream = Annotated[
+    bool | None,
+    typer.Option("--stream/--no-stream", help="Show text as it comes. Default: for one prompt on a terminal."),
+]
+Samples = Annotated[
+    int | None, typer.Option("--n", help="Answers to each prompt, with seeds of their own. Default: 1.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", help="Most new tokens for a prompt. Default: 256.")
+]
+Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy. Default: 0.")]
+TopK = Annotated[int | None, typer.Option(help="Only the k most probable tokens; 0: all.")]
+TopP = Annotated[float | None, typer.Option(help="Only the most probable tokens that sum up to p. Default: 1.")]
+MinP = Annotated[float | None, typer.Option(help="Only tokens of this share of the highest probability. Default: 0.")]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: less of what prompt or answer have already. Default: 1.")
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="-2 to 2: less of what the answer has already. Default: 0.")
+]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="-2 to 2: the same for each time it has it. Default: 0.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text, whatever runs beside it. Default: 0.")]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")]
+StopTokenIds = Annotated[
+    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="End at this token; repeatable.")
+]
+IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token.")]
+Logprobs = Annotated[
+    int | None, typer.Option(metavar="K", help="Log-probabilities of each token and of the K most probable.")
+]
 
 
 def parse_bytes(text: str) -> int:

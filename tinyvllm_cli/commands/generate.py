@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal, Protocol
 
+from tinyvllm_cli.checkpoint.config import read_config
+from tinyvllm_cli.checkpoint.identity import model_identity
 from tinyvllm_cli.commands.interrupt import Interrupts
+from tinyvllm_cli.commands.job import Job, Records
 from tinyvllm_cli.commands.model import resolve_model
-from tinyvllm_cli.engine.sequence import FinishEvent, SamplingParams, Sequence, TokenEvent
+from tinyvllm_cli.engine.sequence import SamplingParams
 from tinyvllm_cli.errors import ExitCode, UserError
-from tinyvllm_cli.jobs.prompts import Format, Prompt, PromptSource, from_arguments, from_file
-from tinyvllm_cli.jobs.results import InOrder, Record, error_record, success_record
+from tinyvllm_cli.generation import recommended_sampling
+from tinyvllm_cli.jobs.lines import Prompt
+from tinyvllm_cli.jobs.output import Done, OutputFile
+from tinyvllm_cli.jobs.prompts import Format, PromptSource, from_arguments, from_file
+from tinyvllm_cli.jobs.results import Model, Record
 
-if TYPE_CHECKING:
-    from tinyvllm_cli.llm import LLM
-    from tinyvllm_cli.text.stream import IncrementalDecoder
+Order = Literal["input", "finished"]
+MAX_TOKENS = 256
+"""`max_tokens` of a prompt for which nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +35,30 @@ class GenerateOptions:
     Attributes:
         prompts: prompts given as arguments; a single "-" means standard input.
         prompts_file: file of prompts, or "-"; excludes `prompts`.
-        prompts_format: how to read it.
+        prompts_format, whole_file: how to read it.
         model: as for `resolve_model`.
         raw: leave the chat template out.
-        sampling: arguments of `SamplingParams`, by name, for every prompt whose line sets nothing else.
+        sampling: the arguments of `SamplingParams` that were given, by name; a prompt's own line goes before them.
+        greedy: the most probable token always, and nothing from generation_config.json.
         engine: arguments of `LLM`, by name.
+        output: file for the records; None for none.
+        order: of the records.
+        resume, overwrite: as for `OutputFile`.
     """
 
     prompts: tuple[str, ...] = ()
     prompts_file: str | None = None
     prompts_format: Format = "auto"
+    whole_file: bool = False
     model: str | None = None
     raw: bool = False
     sampling: dict[str, Any] = field(default_factory=dict)
+    greedy: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
+    output: Path | None = None
+    order: Order = "input"
+    resume: bool = False
+    overwrite: bool = False
 
 
 @dataclass(slots=True)
@@ -49,23 +67,34 @@ class GenerateResult:
 
     Attributes:
         total: prompts in all, None while unknown.
-        num_records, num_errors: records made so far, and how many of them are errors.
-        prompt_tokens, output_tokens: tokens of the prompts accepted, tokens generated.
+        num_records, num_errors: records there are, and how many of them are errors; those of a resumed file included.
+        num_resumed: records that were in the file already.
+        prompt_tokens, output_tokens: tokens of the prompts whose answers have begun, tokens generated.
+        num_running, num_waiting: sequences in the engine.
+        kv_use: share of the KV cache that is in use.
         load_s, generate_s: seconds until the model was ready, and since.
         device, dtype: what it ran on.
+        output: the file of the records.
         interrupted: stopped by Ctrl-C or SIGTERM.
+        can_resume: whether the same command goes on with --resume.
     """
 
     total: int | None = None
     num_records: int = 0
     num_errors: int = 0
+    num_resumed: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_use: float = 0.0
     load_s: float = 0.0
     generate_s: float = 0.0
     device: str = ""
     dtype: str = ""
+    output: str = ""
     interrupted: bool = False
+    can_resume: bool = False
 
     @property
     def exit_code(self) -> ExitCode:
@@ -92,14 +121,14 @@ class GenerateSink(Protocol):
     def loading(self, text: str) -> None:
         """What is being done to make the model ready."""
 
-    def start(self, source: PromptSource) -> None:
-        """Generation begins."""
+    def start(self, source: PromptSource, to_file: bool) -> None:
+        """The model is ready; the prompts come from `source`, and the records are written to a file or not."""
 
     def text(self, prompt: Prompt, text: str) -> None:
-        """Further text of a prompt's answer, if `streams`; several prompts may take turns."""
+        """A piece of an answer."""
 
     def record(self, prompt: Prompt, record: Record) -> None:
-        """A prompt is done. Called in the order of the input."""
+        """A record, in the order asked for."""
 
     def progress(self, state: GenerateResult) -> None:
         """Called after each step."""
@@ -108,50 +137,134 @@ class GenerateSink(Protocol):
         """All is done, or interrupted."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A job that is ready to be done."""
+
+    folder: Path
+    model: Model
+    source: PromptSource
+    sampling: SamplingParams
+    done: Done | None
+    records: Records
+
+
 def run(options: GenerateOptions, sink: GenerateSink) -> GenerateResult:
     """Answers all prompts. UserError when the job cannot start; what is wrong with one prompt becomes its record."""
     began = time.perf_counter()
+    _check(options)
+    result = GenerateResult(output=str(options.output or ""))
+    work = _prepare(options, sink, result)
     try:
-        sampling = SamplingParams(**options.sampling)
-    except UserError as error:
-        error.exit_code = ExitCode.USAGE
+        if work.done is not None and work.done.num_records == work.source.total:
+            work.records.close()
+            sink.finish(result)
+        else:
+            _answer(work, options, sink, result, began)
+    except BaseException:
+        with suppress(UserError, BrokenPipeError):
+            work.records.close()
         raise
-    model = resolve_model(options.model)
-    sink.note(model.note)
-    source = _open(options, sink)
-    sink.loading("loading torch")
-    from tinyvllm_cli.llm import LLM
-
-    llm = LLM(model.path, progress=sink.loading, **options.engine)
-    for warning in llm.warnings:
-        sink.warn(warning)
-    loaded = time.perf_counter()
-    result = GenerateResult(
-        total=source.total, load_s=loaded - began, device=str(llm.device), dtype=str(llm.dtype).removeprefix("torch.")
-    )
-    sink.start(source)
-    job = _Job(llm, sampling, options.raw, sink, result)
-    with Interrupts() as interrupts:
-        try:
-            job.run(source, interrupts)
-        except KeyboardInterrupt:
-            result.interrupted = True
-        job.records.close()
-        result.generate_s = time.perf_counter() - loaded
-        sink.finish(result)
     return result
 
 
-def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
-    if options.prompts and options.prompts_file is not None:
+def _prepare(options: GenerateOptions, sink: GenerateSink, result: GenerateResult) -> _Work:
+    """Everything that can be found wrong without the model's weights, and without torch."""
+    folder, note = resolve_model(options.model)
+    sink.note(note)
+    source_name = options.prompts_file or ""
+    output = None
+    if options.output is not None:
+        output = OutputFile(options.output, resume=options.resume, overwrite=options.overwrite, source=source_name)
+    source = _open(options, sink)
+    sampling = _sampling(options, folder, sink)
+    model = Model(folder.resolve().name, model_identity(folder))
+    result.total = source.total
+    result.can_resume = output is not None and source.digest is not None
+    if options.resume and not result.can_resume:
         raise UserError(
-            "prompts are given both as arguments and by --prompts", fix="Use one of them.", exit_code=ExitCode.USAGE
+            "what comes through a pipe can be read only once: it cannot be resumed",
+            where="--resume",
+            fix="Put the prompts into a file.",
+            exit_code=ExitCode.USAGE,
         )
+    done = None
+    if output is not None:
+        job = _identity_of_job(options, source, sampling, model)
+        done = output.begin(job, source.total if result.can_resume else None, options.order == "input")
+        result.num_records, result.num_errors, result.num_resumed = done.num_records, done.num_errors, done.num_records
+    records = Records(sink, result, output, options.order == "input", done)
+    return _Work(folder, model, source, sampling, done, records)
+
+
+def _answer(work: _Work, options: GenerateOptions, sink: GenerateSink, result: GenerateResult, began: float) -> None:
+    sink.loading("loading torch")
+    from tinyvllm_cli.llm import LLM
+
+    llm = LLM(work.folder, progress=sink.loading, **options.engine)
+    for warning in llm.warnings:
+        sink.warn(warning)
+    loaded = time.perf_counter()
+    result.load_s = loaded - began
+    result.device, result.dtype = str(llm.device), str(llm.dtype).removeprefix("torch.")
+    sink.start(work.source, options.output is not None)
+    job = Job(llm, work.model, work.sampling, options.raw, sink, result, work.records)
+    with Interrupts() as interrupts:
+        try:
+            job.run(work.source, interrupts, work.done.has if work.done else lambda index: False)
+        except KeyboardInterrupt:
+            result.interrupted = True
+        work.records.close()
+        result.generate_s = time.perf_counter() - loaded
+        sink.finish(result)
+
+
+def _check(options: GenerateOptions) -> None:
+    """Refuses what the command line alone shows to be wrong."""
+
+    def usage(what: str, fix: str = "Use one of them.") -> UserError:
+        return UserError(what, fix=fix, exit_code=ExitCode.USAGE)
+
+    if options.prompts and options.prompts_file is not None:
+        raise usage("prompts are given both as arguments and by --prompts")
+    if options.greedy and options.sampling.get("temperature"):
+        raise usage("--greedy and a --temperature above 0 exclude each other")
+    if options.resume and options.overwrite:
+        raise usage("--resume and --overwrite exclude each other")
+    if (options.resume or options.overwrite) and options.output is None:
+        raise usage("--resume and --overwrite are for --output", "Name the file with --output FILE.")
+    if options.whole_file and options.prompts and options.prompts != ("-",):
+        raise usage("--whole-file is for --prompts FILE or standard input", "Leave it out.")
+    try:
+        SamplingParams(**({"temperature": 0.0 if options.greedy else 1.0} | options.sampling))
+    except UserError as error:
+        error.exit_code = ExitCode.USAGE
+        raise
+
+
+def _sampling(options: GenerateOptions, folder: Path, sink: GenerateSink) -> SamplingParams:
+    """The parameters of prompts that say nothing else; tells which of them generation_config.json has set."""
+    given = {"temperature": 0.0} | options.sampling if options.greedy else options.sampling
+    recommended = {} if options.greedy else recommended_sampling(read_config(folder).generation)
+    shown = {name: value for name, value in recommended.items() if name not in given}
+    if shown:
+        values = ", ".join(f"{name} {value:g}" for name, value in shown.items())
+        sink.note(f"sampling as generation_config.json recommends: {values} (--greedy: without)")
+    try:
+        return SamplingParams(**({"max_tokens": MAX_TOKENS} | shown | given))
+    except UserError as error:
+        error.exit_code = ExitCode.USAGE
+        raise
+
+
+def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
     name = "-" if options.prompts == ("-",) else options.prompts_file
     if name is not None:
         if name == "-" and sys.stdin is not None and sys.stdin.isatty():
             sink.note("reading prompts from the keyboard, one a line; Ctrl-D at the beginning of a line ends them")
-        return from_file(name, options.prompts_format)
+        if name != "-" and options.output is None and _is_stdout(name):
+            raise UserError("is the output, too", where=name, fix="Redirect to another file.")
+        return from_file(name, options.prompts_format, whole=options.whole_file)
     if not options.prompts:
         raise UserError(
             "no prompt given",
@@ -164,140 +277,22 @@ def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
     return from_arguments(options.prompts)
 
 
-@dataclass(slots=True)
-class _Running:
-    """A prompt in the engine."""
-
-    prompt: Prompt
-    submitted: float
-    decoder: IncrementalDecoder | None
-    first_token: float = 0.0
+def _is_stdout(name: str) -> bool:
+    """Whether a file is what standard output is redirected to: it would be read as it grows."""
+    try:
+        return Path(name).is_file() and os.path.samestat(os.stat(name), os.fstat(sys.stdout.fileno()))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
-class _Job:
-    """Keeps the engine fed, turns its events into records.
-
-    A prompt is read only when there is room for it, so that a file of any length needs little memory.
-    """
-
-    def __init__(
-        self, llm: LLM, sampling: SamplingParams, raw: bool, sink: GenerateSink, result: GenerateResult
-    ) -> None:
-        self._llm = llm
-        self._sampling = sampling
-        self._raw = raw
-        self._sink = sink
-        self._result = result
-        self._running: dict[int, _Running] = {}
-        self._window = 2 * llm.limits.max_num_seqs
-        self._hidden = frozenset(llm.config.eos_token_ids) | llm.tokenizer.special_ids
-        self._warned_keys: set[str] = set()
-        self.records = InOrder(self._emit)
-
-    def run(self, source: PromptSource, interrupts: Interrupts) -> None:
-        """Until all prompts have their records; KeyboardInterrupt passes through, between two records only."""
-        began = time.perf_counter()
-        engine, prompts, exhausted = self._llm.engine, iter(source), False
-        while True:
-            while not exhausted and len(self._running) < self._window:
-                with interrupts.allowed():
-                    prompt = next(prompts, None)
-                if prompt is None:
-                    exhausted = True
-                else:
-                    self._submit(prompt)
-            if not engine.has_work:
-                if exhausted:
-                    return
-                continue
-            with interrupts.allowed():
-                events = engine.step()
-            for event in events:
-                if isinstance(event, TokenEvent):
-                    self._token(event)
-                else:
-                    self._finished(event)
-            self._result.generate_s = time.perf_counter() - began
-            self._sink.progress(self._result)
-
-    def _submit(self, prompt: Prompt) -> None:
-        for key in prompt.unknown_keys:
-            if key not in self._warned_keys:
-                self._warned_keys.add(key)
-                self._sink.warn(f"line {prompt.line}: the key {key!r} means nothing here and is ignored")
-        try:
-            if prompt.error:
-                raise UserError(prompt.error)
-            params = replace(self._sampling, **prompt.parameters)
-            token_ids = self._encode(prompt)
-            sequence = self._llm.engine.add(token_ids, params)
-        except UserError as error:
-            message = str(error).replace("\n", " ")
-            self.records.add(prompt, error_record(prompt, message))
-            return
-        decoder = None
-        if self._sink.streams:
-            from tinyvllm_cli.text.stream import IncrementalDecoder
-
-            decoder = IncrementalDecoder(self._llm.tokenizer, self._hidden)
-        self._running[sequence.seq_id] = _Running(prompt, time.perf_counter(), decoder)
-        self._result.prompt_tokens += len(token_ids)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: through the chat template if there is one and it is wanted."""
-        tokenizer, template = self._llm.tokenizer, None if self._raw else self._llm.chat_template
-        if prompt.token_ids is not None:
-            ids = list(prompt.token_ids)
-        elif template is not None:
-            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-            ids = tokenizer.encode(template.render(messages), add_special_tokens=False)
-        elif prompt.text is not None:
-            ids = tokenizer.encode(prompt.text, add_special_tokens=True)
-        else:
-            reason = "--raw leaves the chat template out" if self._raw else "the model has no chat template"
-            raise UserError(f"messages cannot be used: {reason}", fix="Give a prompt instead.")
-        if not ids:
-            raise UserError("the prompt is empty: it has no token")
-        vocab_size = self._llm.config.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise UserError(f"token id {wrong} is outside of the model's vocabulary of {vocab_size}")
-        return ids
-
-    def _token(self, event: TokenEvent) -> None:
-        running = self._running[event.seq_id]
-        self._result.output_tokens += 1
-        if not running.first_token:
-            running.first_token = time.perf_counter()
-        if running.decoder is not None:
-            text = running.decoder.push(event.token_id)
-            if text:
-                self._sink.text(running.prompt, text)
-
-    def _finished(self, event: FinishEvent) -> None:
-        running = self._running.pop(event.seq_id)
-        sequence: Sequence = event.sequence
-        now = time.perf_counter()
-        shown = sequence.output_token_ids
-        if event.reason == "stop" and shown and shown[-1] in sequence.stop_ids:
-            shown = shown[:-1]
-            self._result.output_tokens += 1
-        if running.decoder is not None:
-            rest = running.decoder.flush()
-            if rest:
-                self._sink.text(running.prompt, rest)
-        record = success_record(
-            running.prompt,
-            prompt_token_ids=sequence.prompt_token_ids,
-            text=self._llm.tokenizer.decode(shown, self._hidden),
-            token_ids=sequence.output_token_ids,
-            finish_reason=event.reason,
-            first_token_s=(running.first_token or now) - running.submitted,
-            total_s=now - running.submitted,
-        )
-        self.records.add(running.prompt, record)
-
-    def _emit(self, prompt: Prompt, record: Record) -> None:
-        self._result.num_records += 1
-        self._result.num_errors += "error" in record
-        self._sink.record(prompt, record)
+def _identity_of_job(
+    options: GenerateOptions, source: PromptSource, sampling: SamplingParams, model: Model
+) -> dict[str, Any]:
+    """All that decides about the records, see `jobs.output.Job`. The speed's options are not part of it."""
+    return {
+        "model": model.identity,
+        "input": {"sha256 of the input": source.digest, "format": options.prompts_format, "raw": options.raw}
+        | {"whole_file": options.whole_file, "order": options.order},
+        "sampling": asdict(sampling),
+        "engine": {name: options.engine.get(name) for name in ("device", "dtype", "max_model_len")},
+    }

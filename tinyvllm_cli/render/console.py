@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tinyvllm_cli.errors import UserError
+from tinyvllm_cli.jobs.results import dump_json
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 Mode = Literal["human", "json", "quiet"]
 
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
-_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CLEAR_LINE = "\r\x1b[2K"
 
 
@@ -43,16 +41,6 @@ def one_line(text: str, limit: int = 0) -> str:
     """`text` on one line, without control characters; cut to `limit` characters when that is not 0."""
     line = printable(text, keep="")
     return line if not limit or len(line) <= limit else line[: max(limit - 1, 0)] + "…"
-
-
-def dump_json(value: Any) -> str:
-    """One line of strict JSON (no NaN), with characters beyond ASCII as they are.
-
-    Escaped, beside what JSON demands, is what UTF-8 cannot carry, what some readers take for a line end, and what a
-    terminal obeys.
-    """
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
 
 class Console:

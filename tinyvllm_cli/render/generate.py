@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from tinyvllm_cli.jobs.results import error_message, is_error, texts_of
 from tinyvllm_cli.render.console import Console, one_line
+from tinyvllm_cli.render.progress import Progress, count
 
 if TYPE_CHECKING:
     from tinyvllm_cli.commands.generate import GenerateResult
-    from tinyvllm_cli.jobs.prompts import Prompt, PromptSource
+    from tinyvllm_cli.jobs.lines import Prompt
+    from tinyvllm_cli.jobs.prompts import PromptSource
     from tinyvllm_cli.jobs.results import Record
 
-_BAR_CELLS = 16
 _REDRAW_S = 0.1
+_LOG_S = 10.0
+"""Between two lines of progress where they stay: in a log."""
 _MAX_ERRORS_SHOWN = 10
 
 
@@ -21,15 +25,20 @@ class GenerateView:
     """The sink of `commands.generate`.
 
     As JSON, each record is a line of its own. For people, a single answer stands alone, and several stand below their
-    prompts; `stream` shows them as they come, one after the other, with the very same bytes in the end.
+    prompts; `stream` shows them as they come, one after the other, with the very same bytes in the end. Records that
+    are written to a file are not shown at all.
 
     Args:
         console: where it goes.
         stream: True or False; None streams a single prompt on a terminal.
+        resume_command: what to type after an interruption.
     """
 
-    def __init__(self, console: Console, stream: bool | None = None) -> None:
+    def __init__(self, console: Console, stream: bool | None = None, resume_command: str = "") -> None:
         self.streams = False
+        self._resume_command = resume_command
+        self._to_file = False
+        self._progress = Progress()
         self._console = console
         self._stream = stream
         self._is_json = console.mode == "json"
@@ -37,7 +46,7 @@ class GenerateView:
         self._next = 0  # index of the prompt whose turn it is
         self._is_open = False  # whether its answer has begun
         self._early: dict[int, tuple[Prompt, list[str]]] = {}  # text of prompts whose turn comes later
-        self._drawn = 0.0
+        self._drawn = time.monotonic()
         self._errors_shown = 0
 
     def note(self, text: str) -> None:
@@ -49,11 +58,13 @@ class GenerateView:
     def loading(self, text: str) -> None:
         self._console.status(f"{text} ...")
 
-    def start(self, source: PromptSource) -> None:
+    def start(self, source: PromptSource, to_file: bool = False) -> None:
         self._console.status("")
         self._single = source.is_single
+        self._to_file = to_file
+        self._drawn = time.monotonic()
         wanted = self._single and self._console.out_is_terminal if self._stream is None else self._stream
-        self.streams = wanted and not self._is_json
+        self.streams = wanted and not self._is_json and not to_file
 
     def text(self, prompt: Prompt, text: str) -> None:
         if prompt.index != self._next:
@@ -64,32 +75,39 @@ class GenerateView:
         self._console.write(text)
 
     def record(self, prompt: Prompt, record: Record) -> None:
-        if "error" in record and (self._is_json or self._single or not self._console.out_is_terminal):
-            self._error(prompt, record["error"])
+        failed = is_error(record)
+        shown_below = not (self._is_json or self._to_file or self._single)
+        if failed and not (shown_below and self._console.out_is_terminal):
+            self._error(prompt, error_message(record))
+        if self._to_file:
+            return
         if self._is_json:
             self._console.json(record)
             return
         self._early.pop(prompt.index, None)
         if self._is_open and prompt.index == self._next:
             self._console.write("\n")
-        elif "text" in record:
+        elif not failed:
             self._open(prompt)
-            self._console.write(record["text"] + "\n")
+            self._console.write(_block(texts_of(record)))
         elif not self._single:
             self._open(prompt)
-            self._console.write(f"(no answer: {one_line(record['error'])})\n")
+            self._console.write(f"(no answer: {one_line(error_message(record))})\n")
         self._next, self._is_open = prompt.index + 1, False
         if self._next in self._early:
             following, texts = self._early.pop(self._next)
             self.text(following, "".join(texts))
 
     def progress(self, state: GenerateResult) -> None:
-        if self.streams or not self._console.err_is_terminal:
+        if self.streams or (self._single and not self._console.err_is_terminal):
             return
         now = time.monotonic()
-        if now - self._drawn >= _REDRAW_S:
+        if now - self._drawn >= (_REDRAW_S if self._console.err_is_terminal else _LOG_S):
             self._drawn = now
-            self._console.status(_progress_line(state))
+            if self._console.err_is_terminal:
+                self._console.status(self._progress.line(state, bar=True))
+            else:
+                self._console.note(self._progress.line(state, bar=False))
 
     def finish(self, result: GenerateResult) -> None:
         self._console.status("")
@@ -98,6 +116,8 @@ class GenerateView:
         if self._errors_shown > _MAX_ERRORS_SHOWN:
             self._console.note(f"... and {self._errors_shown - _MAX_ERRORS_SHOWN} more errors")
         self._console.note(statistics_line(result))
+        if result.interrupted and result.can_resume and self._resume_command:
+            self._console.note(f"to go on: {self._resume_command}")
 
     def _open(self, prompt: Prompt) -> None:
         """Begins a prompt's answer; ends the line of one that was interrupted."""
@@ -114,6 +134,13 @@ class GenerateView:
             self._console.error(where + message)
 
 
+def _block(texts: list[str]) -> str:
+    """One answer as it is, several with their numbers."""
+    if len(texts) == 1:
+        return texts[0] + "\n"
+    return "".join(f"[{number}] {text}\n" for number, text in enumerate(texts, 1))
+
+
 def statistics_line(result: GenerateResult) -> str:
     """The last line on stderr."""
     done = result.num_records - result.num_errors
@@ -122,33 +149,17 @@ def statistics_line(result: GenerateResult) -> str:
         of = "" if result.total is None else f" of {result.total}"
         parts.append(f"interrupted: {done}{of} answered")
     else:
-        parts.append(_count(done, "answer"))
+        parts.append(count(done, "answer"))
     if result.num_errors:
-        parts.append(_count(result.num_errors, "error"))
-    rate = result.output_tokens / result.generate_s if result.generate_s > 0 else 0.0
-    parts.append(f"{result.prompt_tokens:,} tokens in, {result.output_tokens:,} out")
-    parts.append(f"{rate:,.1f} tokens/s")
-    parts.append(f"loaded in {result.load_s:.1f} s, generated in {result.generate_s:.1f} s")
-    parts.append(f"{result.device} {result.dtype}")
+        parts.append(count(result.num_errors, "error"))
+    if result.num_resumed:
+        parts.append(f"{result.num_resumed:,} of them from before")
+    if result.device:
+        rate = result.output_tokens / result.generate_s if result.generate_s > 0 else 0.0
+        parts.append(f"{result.prompt_tokens:,} tokens in, {result.output_tokens:,} out")
+        parts.append(f"{rate:,.1f} tokens/s")
+        parts.append(f"loaded in {result.load_s:.1f} s, generated in {result.generate_s:.1f} s")
+        parts.append(f"{result.device} {result.dtype}")
+    if result.output:
+        parts.append(f"in {one_line(result.output)}")
     return " · ".join(parts)
-
-
-def _progress_line(state: GenerateResult) -> str:
-    rate = state.output_tokens / state.generate_s if state.generate_s > 0 else 0.0
-    if state.total:
-        share = state.num_records / state.total
-        filled = round(share * _BAR_CELLS)
-        bar = "█" * filled + "░" * (_BAR_CELLS - filled)
-        left = f" · {_clock(state.generate_s * (1 - share) / share)} left" if share else ""
-        return f"{bar} {state.num_records}/{state.total} · {rate:,.0f} tokens/s{left}"
-    return f"{state.num_records} done · {rate:,.0f} tokens/s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
