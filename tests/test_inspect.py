@@ -52,6 +52,14 @@ def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+def cpu_seconds(*arguments: str | Path) -> float:
+    """CPU time of the whole program."""
+    before = os.times()
+    assert program(*arguments).returncode == ExitCode.OK
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
 # --- right checkpoints -----------------------------------------------------------------------------------------------
 
 
@@ -64,6 +72,8 @@ def test_tables_fit_80_columns_and_say_it_in_words(tmp_path: Path, monkeypatch: 
     assert result.exit_code is ExitCode.OK
     assert err == ""
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first line is the path
+    wide = look(folder, stream=Terminal, check_data=True, diff=write_rand(tmp_path / "n", layers=2), tensors="*")[1]
+    assert max(len(line) for line in wide.splitlines() if str(tmp_path) not in line) <= 80
     words = " ".join(out.split())
     for text in (
         "LlamaForCausalLM, 3 layers, hidden size 256",
@@ -165,14 +175,12 @@ def test_a_hundred_gigabytes(tmp_path: Path) -> None:
         path = write_raw(tmp_path / file, header)
         os.truncate(path, path.stat().st_size + end)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    before = os.times()
     result, out, err = look(tmp_path)
-    after = os.times()
     assert result.exit_code is ExitCode.OK, err
     assert result.totals.all.num_parameters == 70_553_706_496
     assert "model.layers.{0-79}.mlp.up_proj" in "".join(out.split())
     assert len(out.splitlines()) < 130
-    assert after.user + after.system - before.user - before.system < 0.3
+    assert min(cpu_seconds(tmp_path) for _ in range(3)) < 0.3  # the best of some runs, for the machine may be busy
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

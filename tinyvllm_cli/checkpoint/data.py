@@ -100,7 +100,7 @@ def scan_data(checkpoint: Checkpoint, progress: Progress | None = None) -> dict[
 
 def _in_order(checkpoint: Checkpoint, tensors: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, _Piece, int]]:
     """Pieces of all tensors, in order, read and reduced by several threads, not many ahead of the reader."""
-    threads = min(4, os.cpu_count() or 1)
+    threads = min(8, 2 * (os.cpu_count() or 1))  # half of them wait for the disk
     mine = local()
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(threads))

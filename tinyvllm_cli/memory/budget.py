@@ -140,21 +140,23 @@ def plan_memory(
             return cuda_kv_bytes(free - CUDA_CONTEXT, device.total_bytes, memory_fraction, buffers_bytes)
         return cpu_kv_bytes(free, memory_fraction)
 
-    def fits(length: int) -> bool:
+    def capacity(length: int) -> int:
+        """Tokens that fit the cache when sequences may have `length`, whose tables take of the memory, too."""
         single = Limits(limits.max_num_seqs, limits.max_batched_tokens, length, limits.block_size)
-        return room(plan_buffers(config, single, dtype).total_bytes) // block_bytes >= single.blocks_per_seq
+        free = room(plan_buffers(config, single, dtype).total_bytes)
+        return min(max(free, 0) // block_bytes * limits.block_size, longest)
 
     block_bytes = kv_block_bytes(config, limits.block_size, dtype)
     try:
         kv, obstacle = plan_kv_cache(config, limits, dtype, room(buffers.total_bytes)), ""
     except UserError as error:
         kv, obstacle = None, str(error)
-    shortest, longest = 0, config.max_position_embeddings
-    if fits(longest):
-        shortest = longest
-    while longest - shortest > 1:  # shortest fits, longest does not
-        middle = (shortest + longest) // 2
-        shortest, longest = (middle, longest) if fits(middle) else (shortest, middle)
+    longest = config.max_position_embeddings
+    shortest = capacity(longest)  # so many fit in any case
+    high = longest if shortest == longest else capacity(max(shortest, 1))  # and no more than these
+    while shortest < high:
+        middle = (shortest + high + 1) // 2
+        shortest, high = (middle, high) if capacity(middle) >= middle else (shortest, middle - 1)
     return MemoryPlan(
         device=device,
         dtype=dtype,
