@@ -5,8 +5,11 @@ The engine knows tokens only; `Requests` is what `generate` and the Python API p
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
     from tinyvllm_cli.engine.sequence import Sequence as EngineSequence
     from tinyvllm_cli.engine.sequence import TokenLogprobs
     from tinyvllm_cli.text.tokenizer import Tokenizer
+
+
+MAX_TOKENS = 256
+"""`max_tokens` where nothing is said about it."""
 
 
 class Logprob(NamedTuple):
@@ -184,6 +191,18 @@ class Requests:
                 self._finish(sample, event.reason, told)
         return told
 
+    def finish_all(self) -> list[RequestOutput]:
+        """Runs until nothing is left to do; the outputs by request_id.
+
+        Ctrl-C is obeyed between two steps: within one it could leave the engine in disorder.
+        """
+        outputs: list[RequestOutput] = []
+        with _interrupts_held() as obey:
+            while self.has_work:
+                outputs += [event for event in self.step() if isinstance(event, RequestOutput)]
+                obey()
+        return sorted(outputs, key=lambda output: output.request_id)
+
     def abort(self) -> None:
         """Takes back all that is not finished, and waits for what the engine has launched."""
         for seq_id in self._samples:
@@ -249,6 +268,25 @@ class Requests:
             data = self._tokenizer.token_bytes(token_id)
             named[token_id] = Logprob(value, ranks.get(token_id), data.decode("utf-8", errors="replace"), data)
         return named
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """While entered, Ctrl-C waits for the next call of the function that is given, in the main thread."""
+    pending: list[int] = []
+
+    def obey() -> None:
+        if pending:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield obey
+        return
+    previous = signal.signal(signal.SIGINT, lambda signum, frame: pending.append(signum))
+    try:
+        yield obey
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def recommended_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,9 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,23 +13,30 @@ import tinyvllm_cli.reference  # noqa: F401  (registers the CPU implementations)
 from tinyvllm_cli.checkpoint.config import ModelConfig, cuda_faults, read_config
 from tinyvllm_cli.checkpoint.faults import raise_any
 from tinyvllm_cli.checkpoint.index import open_checkpoint
-from tinyvllm_cli.checkpoint.names import map_weights
+from tinyvllm_cli.checkpoint.names import map_weights, weights_layout
 from tinyvllm_cli.checkpoint.weights import load_weights
 from tinyvllm_cli.engine.blocks import BlockPool
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.scheduler import Scheduler
+from tinyvllm_cli.engine.sequence import SamplingParams
 from tinyvllm_cli.errors import UserError
+from tinyvllm_cli.generation import MAX_TOKENS, RequestOutput, Requests, recommended_sampling
 from tinyvllm_cli.memory.budget import MEMORY_FRACTION, available_memory, cpu_kv_bytes, cuda_kv_bytes, pick_dtype
 from tinyvllm_cli.memory.plan import KVPlan, default_limits, kv_block_bytes, plan_buffers, plan_kv_cache
 from tinyvllm_cli.model.dummy import random_weights
 from tinyvllm_cli.model.runner import ModelRunner
 from tinyvllm_cli.text.chat import ChatTemplate
+from tinyvllm_cli.text.encode import check_ids, encode_chat, encode_text
 from tinyvllm_cli.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.weights import Weights
 
 Progress = Callable[[str], None]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with "role" and "content"."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,7 +44,8 @@ class LLM:
     """A model ready to generate.
 
     Args:
-        model: a Hugging Face folder; or a configuration, for random weights of that shape and no tokenizer.
+        model: a Hugging Face folder, or "demo" for the bundled model; or a configuration, for random weights of that
+            shape and no tokenizer.
         device: "auto" takes CUDA when it is there and works, else the CPU; "cuda" and "cpu" insist.
         dtype: "auto" is float32 on the CPU and the checkpoint's own on CUDA; or "float32", "bfloat16", "float16".
         max_num_seqs: sequences that run at once; default 256 on CUDA, 32 on the CPU.
@@ -60,7 +68,7 @@ class LLM:
 
     def __init__(
         self,
-        model: Path | ModelConfig,
+        model: str | Path | ModelConfig,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -80,6 +88,7 @@ class LLM:
         if isinstance(model, ModelConfig):
             config, weight_map = model, None
         else:
+            model = Path(__file__).parent / "demo" if model == "demo" else Path(model)
             config = read_config(model)
             weight_map = map_weights(config, open_checkpoint(model))
             self.warnings += weight_map.warnings
@@ -91,7 +100,10 @@ class LLM:
             weights = random_weights(config, dtype=DTYPES[self.dtype], device=self.device)
         else:
             say("loading weights")
-            weights = load_weights(config, weight_map, dtype=DTYPES[self.dtype], device=self.device)
+            try:
+                weights = load_weights(config, weight_map, dtype=DTYPES[self.dtype], device=self.device)
+            except RuntimeError as error:
+                raise self._no_room_for_weights(config, error) from error
         self._assemble(
             config,
             weights,
@@ -105,6 +117,72 @@ class LLM:
             graphs=graphs,
             run_ahead=run_ahead,
         )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues texts as they are, without the chat template.
+
+        Args:
+            prompts: one or many.
+            sampling_params: for all prompts, or one for each; None: `get_default_sampling_params()`.
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            UserError: a prompt is empty or too long, or no text can be read from it; nothing is generated then.
+        """
+        many: Any = prompts
+        if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            many = [prompts]
+        return self._answer([self._encode(prompt) for prompt in many], sampling_params)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, through the model's chat template; otherwise as `generate`."""
+        if self.chat_template is None:
+            raise UserError("the model has no chat template", fix="Use generate.")
+        many: Any = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
+        encoded = [(None, encode_chat(self.tokenizer, self.chat_template, conversation)) for conversation in many]
+        return self._answer(encoded, sampling_params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json recommends; else greedy. `max_tokens` is 256."""
+        return SamplingParams(**({"max_tokens": MAX_TOKENS} | recommended_sampling(self.config.generation)))
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text, if there is one, and token ids of a prompt."""
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt"] if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            return prompt, encode_text(self.tokenizer, prompt)
+        return None, [int(token_id) for token_id in prompt]
+
+    def _answer(
+        self,
+        encoded: Sequence[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        params = sampling_params if sampling_params is not None else self.get_default_sampling_params()
+        each = [params] * len(encoded) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(encoded):
+            raise UserError(
+                f"{len(encoded)} prompts, but {len(each)} sampling_params", fix="Give one, or one for each."
+            )
+        requests = Requests(self.engine, self.tokenizer, self.config.eos_token_ids)
+        try:
+            for (text, token_ids), own in zip(encoded, each, strict=True):
+                requests.add(check_ids(token_ids, self.config.vocab_size), own, prompt=text)
+            return requests.finish_all()
+        except BaseException:
+            requests.abort()
+            raise
 
     def _choose_device(self, device: str, config: ModelConfig, dtype: str, say: Progress) -> None:
         if device not in ("auto", "cpu", "cuda"):
@@ -158,8 +236,8 @@ class LLM:
         self.kv_plan: KVPlan = plan_kv_cache(config, self.limits, self.dtype, kv_cache_memory)
         try:
             self.runner = ModelRunner(config, weights, self.limits, self.plan, self.kv_plan, graphs=graphs)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
                 raise
             raise UserError(
                 f"out of memory: {self.plan.total_bytes / 2**20:,.0f} MiB of buffers and "
@@ -175,12 +253,28 @@ class LLM:
             eos_token_ids=config.eos_token_ids,
         )
 
+    def _no_room_for_weights(self, config: ModelConfig, error: RuntimeError) -> Exception:
+        """What to raise for an error of loading: a UserError with the numbers if memory was short, else the error."""
+        if not _is_out_of_memory(error):
+            return error
+        _, needed = weights_layout(config, DTYPES[self.dtype].itemsize)
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
+        return UserError(
+            f"out of memory: {needed / 2**20:,.0f} MiB of {self.dtype} weights, and {free / 2**20:,.0f} MiB are free",
+            where=str(self.device),
+            fix="Free memory, or choose --dtype bfloat16, --device cpu or a smaller model.",
+        )
+
     def _free_for_cache(self, memory_fraction: float) -> int:
         """Bytes that the KV cache may take, once weights are loaded and with the buffers still to come."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return cuda_kv_bytes(free, total, memory_fraction, self.plan.total_bytes)
         return cpu_kv_bytes(available_memory(), memory_fraction)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error)
 
 
 def _check_cuda(config: ModelConfig, dtype: str) -> None:

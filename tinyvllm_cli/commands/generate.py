@@ -17,15 +17,13 @@ from tinyvllm_cli.commands.job import Job, Records
 from tinyvllm_cli.commands.model import resolve_model
 from tinyvllm_cli.engine.sequence import SamplingParams
 from tinyvllm_cli.errors import ExitCode, UserError
-from tinyvllm_cli.generation import recommended_sampling
+from tinyvllm_cli.generation import MAX_TOKENS, recommended_sampling
 from tinyvllm_cli.jobs.lines import Prompt
 from tinyvllm_cli.jobs.output import Done, OutputFile
 from tinyvllm_cli.jobs.prompts import Format, PromptSource, from_arguments, from_file
 from tinyvllm_cli.jobs.results import Model, Record
 
 Order = Literal["input", "finished"]
-MAX_TOKENS = 256
-"""`max_tokens` of a prompt for which nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
