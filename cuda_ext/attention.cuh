@@ -35,16 +35,22 @@ struct PagedHead {
         block_size(block_size),
         block_stride(static_cast<int64_t>(num_kv_heads) * 2 * block_size * head_dim) {}
 
-  // Offset of K at a position; V of the position lies block_size * head_dim elements further.
-  __device__ int64_t key_offset(int position) const {
+  // K at a position; V of the position lies block_size * head_dim elements further.
+  __device__ const T* key(int position) const {
     const int block = position / block_size;
-    return blocks[block] * block_stride + (position - block * block_size) * head_dim;
+    return cache + (blocks[block] * block_stride + (position - block * block_size) * head_dim);
+  }
+
+  // The same, right also before wait_for_previous_kernel(), when L1 may hold what was there before.
+  __device__ const T* key_past_l1(int position) const {
+    const int block = position / block_size;
+    return cache + (__ldcg(blocks + block) * block_stride + (position - block * block_size) * head_dim);
   }
 
   // The calling warp starts copies of K and V of num_rows positions into rows first_row and following of two tiles.
-  // Lane r passes the key_offset of row r; rows from valid_rows on are filled with zeros and not read.
+  // Lane r passes the key of row r; rows from valid_rows on are filled with zeros and not read.
   template <int num_rows>
-  __device__ void copy_rows(T* keys, T* values, int first_row, int64_t lane_offset, int valid_rows) const {
+  __device__ void copy_rows(T* keys, T* values, int first_row, const T* lane_key, int valid_rows) const {
     constexpr int row_chunks = head_dim / 8;
     static_assert(num_rows <= kWarpSize && num_rows * row_chunks % kWarpSize == 0);
     const int lane = threadIdx.x % kWarpSize;
@@ -53,7 +59,8 @@ struct PagedHead {
     for (int i = 0; i < num_rows * row_chunks / kWarpSize; ++i) {
       const int row = (i * kWarpSize + lane) / row_chunks;
       const int chunk = (i * kWarpSize + lane) % row_chunks;
-      const T* source = cache + __shfl_sync(kAllLanes, lane_offset, row) + chunk * 8;
+      const auto address = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(lane_key), row);
+      const T* source = reinterpret_cast<const T*>(address) + chunk * 8;
       const int target = swizzled<head_dim>(first_row + row, chunk);
       copy16_async(keys + target, source, row < valid_rows);
       copy16_async(values + target, source + value_offset, row < valid_rows);

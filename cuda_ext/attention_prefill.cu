@@ -183,18 +183,18 @@ __global__ void __launch_bounds__(kWarps<head_dim> * kWarpSize) attention_prefil
   const int copied_row = warp * copied_rows;
   // Past the end the last key is looked up, which is then not read.
   const auto lookup = [&](int tile) {
-    return kv.key_offset(min(tile * kKeys + copied_row + lane % copied_rows, num_keys - 1));
+    return kv.key(min(tile * kKeys + copied_row + lane % copied_rows, num_keys - 1));
   };
-  const auto copy_tile = [&](int tile, int64_t lane_offset) {
+  const auto copy_tile = [&](int tile, const T* lane_key) {
     T* keys = tiles + tile % 2 * 2 * kKeys * head_dim;
     const int valid_rows = num_keys - tile * kKeys - copied_row;
     if (tile < num_tiles) {
-      kv.template copy_rows<copied_rows>(keys, keys + kKeys * head_dim, copied_row, lane_offset, valid_rows);
+      kv.template copy_rows<copied_rows>(keys, keys + kKeys * head_dim, copied_row, lane_key, valid_rows);
     }
     copy_commit();
   };
   copy_tile(0, lookup(0));
-  int64_t next_offset = lookup(1);
+  const T* next_key = lookup(1);
 
   copy_wait<1>();
   __syncwarp();  // a warp reads only the queries that it has copied
@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(kWarps<head_dim> * kWarpSize) attention_prefil
   for (int tile = 0; tile < num_tiles; ++tile) {
     copy_wait<0>();
     __syncthreads();  // this tile is there for all warps, and all have read the one before
-    copy_tile(tile + 1, next_offset);
-    next_offset = lookup(tile + 2);
+    copy_tile(tile + 1, next_key);
+    next_key = lookup(tile + 2);
     const int first_key = tile * kKeys;
     if (first_key > last_key) continue;
     const T* keys = tiles + tile % 2 * 2 * kKeys * head_dim;

@@ -155,7 +155,7 @@ void attention_decode_op(const Tensor& out, const Tensor& q, const Tensor& kv_ca
   call.require(num_splits > 0, "num_splits", "must be positive", num_splits);
   const int num_heads = cache.query_heads(call, out.size(1));
   call.check_scratch("workspace", workspace, kFloat, num_seqs * num_heads * num_splits * (cache.head_dim + 2));
-  call.check_scratch("counters", counters, kInt, num_seqs * cache.num_kv_heads);
+  call.check_scratch("counters", counters, kInt, num_seqs * cache.num_kv_heads + 1);
   if (num_seqs == 0) return;
   call.launched(attention_decode(out.data_ptr(), q.data_ptr(), q.stride(0), kv_cache.data_ptr(), ints(block_table),
                                  call.fits_int("width of block_table", block_table.size(1)), ints(rows),

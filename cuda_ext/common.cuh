@@ -4,7 +4,8 @@
 // Rules for every kernel that goes through launch():
 //   * Every thread calls wait_for_previous_kernel() before it first reads what an earlier kernel wrote, before it first
 //     writes global memory, and in any case before it exits (a grid that never waits could finish before its
-//     predecessor, and its successor would then start too early). Only weights may be read before that call.
+//     predecessor, and its successor would then start too early). Only weights may be read before that call
+//     (attention_decode reads more; launch.h says what makes that right).
 //   * allow_next_kernel() may be called at any point, even before the wait: it only permits the next grid to start and
 //     to prefetch its weights; that grid's own wait still waits for the end of this one.
 //   * What an earlier kernel wrote is read with plain loads (load16), never with load16_streaming, __ldg or through

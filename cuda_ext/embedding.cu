@@ -13,8 +13,8 @@ constexpr int kMaxThreads = 256;
 // Rows are copied bit by bit, so the kernel knows vectors of 16 bytes only.
 __global__ void embedding_kernel(uint4* out, const uint4* weight, const int32_t* token_ids, int row_vectors,
                                  int vocab_size) {
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();  // not earlier: attention_decode relies on it, see launch.h
   const int token = blockIdx.x;
   const int id = token_ids[token];
   const bool valid = id >= 0 && id < vocab_size;

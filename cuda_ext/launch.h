@@ -56,8 +56,13 @@ cudaError_t decode_inputs(int32_t* token_ids, int32_t* positions, int32_t* slots
                           cudaStream_t stream);
 
 // One query token per sequence. q: rows of q_stride elements, the first num_heads * head_dim are used.
-// out [num_seqs, num_heads * head_dim]. workspace: float [num_seqs * num_heads * num_splits * (head_dim + 2)], then
-// int32 counters [num_seqs * num_kv_heads], zero before the first launch and left zero by each.
+// out [num_seqs, num_heads * head_dim]. workspace: float [num_seqs * num_heads * num_splits * (head_dim + 2)];
+// int32 counters [num_seqs * num_kv_heads + 1], zero before the first launch and left zero by each.
+// num_splits: 1 never splits a context; n + 1 splits contexts of equal length in n parts, none if they are short.
+// In a captured graph it reads rows, context_lens, block_table, and K and V but the last 16 positions, before the kernel
+// ahead of it has ended. They must be there before the graph starts, or come from a kernel that has ended before any
+// kernel behind `embedding` starts, as decode_inputs has: embedding lets the next one start only after its own wait, and
+// no kernel starts before the one ahead of it has.
 cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const void* kv_cache,
                              const int32_t* block_table, int table_stride, const int32_t* rows,
                              const int32_t* context_lens, float* workspace, int32_t* counters, int num_seqs,

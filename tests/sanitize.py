@@ -11,7 +11,7 @@ from cuda_ext.build import load_extension
 
 def main() -> None:
     load_extension()
-    t.EDGES[:], t.REPEATS = [1, 17, 40, 300], 2
+    t.EDGES[:], t.REPEATS, t.LONG = [1, 17, 40, 300], 2, 1000
     t.test_embedding("cuda", 7)
     for hidden in (576, 2048):
         t.test_rms_norm("cuda", 7, hidden)
@@ -26,6 +26,7 @@ def main() -> None:
     for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):
         t.test_attention_decode("cuda", num_heads, num_kv_heads, head_dim, 16)
         t.test_attention_prefill("cuda", num_heads, num_kv_heads, head_dim, 16, [(7, 7), (65, 64), (300, 17)])
+    t.test_attention_decode_of_many("cuda", 80)
     s.test_sample_greedy("cuda", 4099)
     s.test_sample_padding_touches_nothing("cuda")
     for params in ({}, {"top_k": [40], "top_p": [0.9], "min_p": [0.02]}):

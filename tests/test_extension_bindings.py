@@ -177,7 +177,7 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
         ),
         "attention_decode": (
             {"out": new(S, Q * D, dtype=act), "q": qkv[:S, : Q * D], "kv_cache": cache, **sequences}
-            | {"workspace": new(S * Q * SPLITS * (D + 2), dtype=F32), "counters": new(S * K)}
+            | {"workspace": new(S * Q * SPLITS * (D + 2), dtype=F32), "counters": new(S * K + 1)}
             | {"num_splits": SPLITS, "scale": 0.125},
             {"q_stride": width, "table_stride": WIDTH, "num_seqs": S, **cache_sizes}
             | {"num_splits": SPLITS, "scale": 0.125},

@@ -224,11 +224,10 @@ EDGES = [1, 15, 16, 17, 33, 255, LONG]
 REPEATS = 50
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), GQA)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_attention_decode(device: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-    contexts, scale = EDGES, head_dim**-0.5
+def check_attention_decode(
+    device: str, contexts: list[int], num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    scale = head_dim**-0.5
     for dtype, g in each_dtype(device):
         cache, table, dense = paged(g, contexts, num_kv_heads, head_dim, block_size, dtype)
         order = torch.randperm(len(contexts), generator=g).tolist()
@@ -244,7 +243,7 @@ def test_attention_decode(device: str, num_heads: int, num_kv_heads: int, head_d
         for num_splits in (1, 2, 7, 64) if device == "cuda" else (1,):
             size = len(rows) * num_heads * num_splits * (head_dim + 2)
             workspace = poisoned(size, dtype=torch.float32, device=device)
-            counters = torch.zeros(len(rows) * num_kv_heads, dtype=torch.int32, device=device)
+            counters = torch.zeros(len(rows) * num_kv_heads + 1, dtype=torch.int32, device=device)
             outs = []
             for _ in range(REPEATS if device == "cuda" else 2):
                 out = poisoned(len(rows), num_heads * head_dim, dtype=dtype, device=device)
@@ -256,6 +255,20 @@ def test_attention_decode(device: str, num_heads: int, num_kv_heads: int, head_d
             assert (result[-1] == 0).all()
             for i in range(len(order)):
                 check(result[i], exact[i], plain[i])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), GQA)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_attention_decode(device: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    check_attention_decode(device, EDGES, num_heads, num_kv_heads, head_dim, block_size)
+
+
+@pytest.mark.parametrize("num_seqs", [20, 40, 80, 300])
+def test_attention_decode_of_many(device: str, num_seqs: int) -> None:
+    """Uneven batches: the more sequences, the fewer warps the kernel gives to each."""
+    contexts = [i % 50 + 1 if i % 13 else LONG // 4 + i for i in range(num_seqs)]
+    check_attention_decode(device, contexts, 8, 8, 64, 16)
 
 
 CHUNKS = [  # (context, queries at its end)

@@ -136,7 +136,7 @@ class _Shapes:
         rope_table(self.rope, c.rope, d)
         self.splits = decode_splits(num_seqs, k)
         self.partials = torch.empty(num_seqs * q * self.splits * (d + 2), device=device)
-        self.counters = torch.zeros(num_seqs * k, device=device, dtype=torch.int32)
+        self.counters = torch.zeros(num_seqs * k + 1, device=device, dtype=torch.int32)
         self.ids = torch.randint(c.vocab_size, (tokens,), device=device, dtype=torch.int32)
         self.logits = torch.empty(num_seqs, c.vocab_size, device=device).normal_()
         self.sampled, self.last_tokens = torch.zeros_like(self.rows), torch.zeros_like(self.rows)

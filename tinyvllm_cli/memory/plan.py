@@ -40,8 +40,8 @@ SAMPLE_WORKSPACE_FLOATS = 4096
 """Scratch of the sampling kernel for one row of logits."""
 LOGPROB_COLUMNS = 21
 """The sampled token and the 20 most probable ones."""
-DECODE_CTAS = 264
-"""CTAs of decode attention that share a batch's contexts: two for each of an H200's 132 SMs."""
+DECODE_CTAS = 132
+"""CTAs of decode attention that share the contexts of a small batch: one for each of an H200's SMs."""
 MAX_SPLITS = 64
 
 Interval = tuple[str, str]
@@ -159,7 +159,7 @@ def default_limits(
 def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
     """`num_splits` of `attention_decode`: one more than the CTAs for each (sequence, KV head) that fill the card.
 
-    1 would give each pair one CTA, and a result that does not depend on the rest of the batch.
+    1 would give each pair one CTA, however uneven the contexts are.
     """
     return 1 + max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
 
@@ -193,7 +193,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
                "split-context partial results", (("attention", "attention"),)),
         Buffer("sample_workspace", (s, SAMPLE_WORKSPACE_FLOATS), "float32", f"S x {SAMPLE_WORKSPACE_FLOATS}",
                "partial results of sampling", (("sample", "sample"),)),
-        Buffer("attention_counters", (s, k), "int32", "S x K", "arrivals at a split context", ALWAYS),
+        Buffer("attention_counters", (s * k + 1,), "int32", "S x K + 1", "arrivals at split contexts, a queue", ALWAYS),
         Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
         Buffer("step_inputs", (3 * t + 6 * s + 64,), "int32", "3T + 6S + 64",
                "token ids, positions, slots, rows, lengths of a step", ALWAYS),
