@@ -1,7 +1,8 @@
 // out[t, h] = softmax(scale * q[t, h] . K[0..p]) V[0..p] for the query at position p: causal chunks with history.
 // q rows of q_stride elements, out [T, Q * D]; kv_cache [B, K, 2, block_size, D]; sequences as in launch.h.
-// Mapping: a CTA takes 128 rows (token, query head of one KV head), late tokens first; a warp keeps 32 (D 64) or 16
-//   (D 128) of them in registers; all warps share tiles of 64 keys, double-buffered in shared memory (FlashAttention-2).
+// Mapping: a CTA takes 128 rows (token, query head of one KV head), late tokens first; each of its 8 warps keeps 16 of
+//   them in registers; all warps share tiles of keys, double-buffered in shared memory (FlashAttention-2), and take them
+//   in steps of 32. That leaves room for 16 warps on an SM (D 64): some multiply while others are at their softmax.
 // Traffic: 4 L^2 / 2 * D * Q flop for a prompt of L tokens; bound by the tensor cores. K and V come from L2.
 // Limits: bf16, fp16; D 64 or 128; any block size; any Q / K; scale > 0.
 #include "attention.cuh"
@@ -9,18 +10,24 @@
 namespace tinyvllm {
 namespace {
 
-constexpr int kRows = 128;  // (token, head) pairs of a CTA
-constexpr int kKeys = 64;   // keys of a tile
+constexpr int kRows = 128;   // (token, head) pairs of a CTA
+constexpr int kRowTiles = 1;  // groups of 16 rows of a warp
+constexpr int kStep = 32;     // keys that a warp takes at a time
+constexpr int kWarps = kRows / (16 * kRowTiles);
+constexpr int kThreads = kWarps * kWarpSize;
 
-// How many groups of 16 rows a warp holds: two halve the reads of K and V from shared memory, where registers allow it.
-template <int head_dim>
-constexpr int kRowTiles = head_dim == 64 ? 2 : 1;
+// The maximum that a row's weights are relative to is raised only when a score exceeds it by more than this, in base 2:
+// weights up to 256 are as exact as those up to 1, and a row is rarely rescaled.
+constexpr float kSlack = 8.0f;
 
 template <int head_dim>
-constexpr int kWarps = kRows / (16 * kRowTiles<head_dim>);
+constexpr int kKeys = 8192 / head_dim;  // of a tile
 
 template <int head_dim>
-constexpr int kSharedBytes = (kRows + 2 * 2 * kKeys) * head_dim * 2;  // queries; two stages of K and V
+constexpr int kMinCtas = head_dim == 64 ? 2 : 1;  // on an SM
+
+template <int head_dim>
+constexpr int kSharedBytes = (kRows + 2 * 2 * kKeys<head_dim>) * head_dim * 2;  // queries; two stages of K and V
 
 template <typename T>
 struct Arguments {
@@ -46,25 +53,26 @@ __device__ __forceinline__ float row_sum(float value) { return warp_sum<4>(value
 // The rows of one warp: a lane holds rows lane / 4 and lane / 4 + 8 of each row tile.
 template <typename T, int head_dim>
 struct WarpRows {
-  static constexpr int row_tiles = kRowTiles<head_dim>;
-  uint32_t query[row_tiles][head_dim / 16][4];
-  float values[row_tiles][head_dim / 8][4] = {};
-  float max[row_tiles][2];  // of the unscaled scores
-  float sum[row_tiles][2];  // this lane's share
-  int last_key[row_tiles][2];
+  uint32_t query[kRowTiles][head_dim / 16][4];
+  float values[kRowTiles][head_dim / 8][4] = {};
+  float max[kRowTiles][2];  // of the unscaled scores, or up to kSlack below it
+  float sum[kRowTiles][2];  // this lane's share
 
-  // Adds the tile of keys first_key and following, whose scores must be masked by last_key if `masked`.
-  __device__ __forceinline__ void attend(const T* keys, const T* values_tile, int first_key, bool masked, float scale) {
+  // Adds kStep keys. If `masked`, row r of the warp attends only to the first num_seen(r) of them.
+  template <typename Function>
+  __device__ __forceinline__ void attend(const T* keys, const T* value_rows, bool masked, Function&& num_seen,
+                                         float scale) {
     const int lane = threadIdx.x % kWarpSize;
-    float scores[row_tiles][kKeys / 8][4] = {};
+    float scores[kRowTiles][kStep / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < head_dim / 16; ++k) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
+      for (int n = 0; n < kStep / 16; ++n) {
         uint32_t key[4];  // two column groups of 8 keys
-        load_matrices(key, keys + swizzled<head_dim>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        load_matrices(key, keys + n * 16 * head_dim +
+                               swizzled<head_dim>(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
-        for (int r = 0; r < row_tiles; ++r) {
+        for (int r = 0; r < kRowTiles; ++r) {
           mma_16x8x16<T>(scores[r][2 * n], query[r][k], {key[0], key[1]});
           mma_16x8x16<T>(scores[r][2 * n + 1], query[r][k], {key[2], key[3]});
         }
@@ -72,47 +80,28 @@ struct WarpRows {
     }
     if (masked) {
 #pragma unroll
-      for (int r = 0; r < row_tiles; ++r) {
+      for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
+        for (int i = 0; i < 4; ++i) {
+          const int seen = num_seen(r * 16 + i / 2 * 8 + lane / 4);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int key = first_key + n * 8 + lane % 4 * 2 + i % 2;
-            if (key > last_key[r][i / 2]) scores[r][n][i] = -INFINITY;
+          for (int n = 0; n < kStep / 8; ++n) {
+            if (n * 8 + lane % 4 * 2 + i % 2 >= seen) scores[r][n][i] = -INFINITY;
           }
         }
       }
     }
+    raise_max(scores, scale);
 
-    uint32_t weights[row_tiles][kKeys / 16][4];  // scores as left operands of the second product
+    uint32_t weights[kRowTiles][kStep / 16][4];  // scores as left operands of the second product
 #pragma unroll
-    for (int r = 0; r < row_tiles; ++r) {
-      float tile_max[2] = {-INFINITY, -INFINITY};
+    for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) tile_max[i / 2] = fmaxf(tile_max[i / 2], scores[r][n][i]);
-      }
-      float offset[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float new_max = fmaxf(max[r][i], row_max(tile_max[i]));  // finite: every row sees key 0 in the first tile
-        const float correction = fast_exp2((max[r][i] - new_max) * scale);
-        max[r][i] = new_max;
-        offset[i] = -new_max * scale;
-        sum[r][i] *= correction;
-#pragma unroll
-        for (int d = 0; d < head_dim / 8; ++d) {
-          values[r][d][2 * i] *= correction;
-          values[r][d][2 * i + 1] *= correction;
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
+      for (int n = 0; n < kStep / 8; ++n) {
         float weight[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          weight[i] = fast_exp2(fmaf(scores[r][n][i], scale, offset[i / 2]));
+          weight[i] = fast_exp2(fmaf(scores[r][n][i], scale, -max[r][i / 2] * scale));
           sum[r][i / 2] += weight[i];
         }
         weights[r][n / 2][n % 2 * 2] = pack2<T>(weight[0], weight[1]);
@@ -121,15 +110,50 @@ struct WarpRows {
     }
 
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
+    for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
       for (int d = 0; d < head_dim / 16; ++d) {
         uint32_t value[4];  // two column groups of 8 dims
-        load_matrices_transposed(value, values_tile + swizzled<head_dim>(k * 16 + lane % 16, 2 * d + lane / 16));
+        load_matrices_transposed(value, value_rows + k * 16 * head_dim +
+                                            swizzled<head_dim>(lane % 16, 2 * d + lane / 16));
 #pragma unroll
-        for (int r = 0; r < row_tiles; ++r) {
+        for (int r = 0; r < kRowTiles; ++r) {
           mma_16x8x16<T>(values[r][2 * d], weights[r][k], {value[0], value[1]});
           mma_16x8x16<T>(values[r][2 * d + 1], weights[r][k], {value[2], value[3]});
+        }
+      }
+    }
+  }
+
+  // Raises the maxima, and rescales what they were used for, if some score of the warp is far above.
+  __device__ __forceinline__ void raise_max(const float (&scores)[kRowTiles][kStep / 8][4], float scale) {
+    float top[kRowTiles][2];  // in this lane
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        top[r][i] = fmaxf(scores[r][0][2 * i], scores[r][0][2 * i + 1]);
+#pragma unroll
+        for (int n = 1; n < kStep / 8; ++n) {
+          top[r][i] = fmaxf(top[r][i], fmaxf(scores[r][n][2 * i], scores[r][n][2 * i + 1]));
+        }
+        far = far || (top[r][i] - max[r][i]) * scale > kSlack;
+      }
+    }
+    if (!__any_sync(kAllLanes, far)) return;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float new_max = fmaxf(max[r][i], row_max(top[r][i]));  // finite: every row sees key 0 in the first step
+        const float correction = fast_exp2((max[r][i] - new_max) * scale);
+        max[r][i] = new_max;
+        sum[r][i] *= correction;
+#pragma unroll
+        for (int d = 0; d < head_dim / 8; ++d) {
+          values[r][d][2 * i] *= correction;
+          values[r][d][2 * i + 1] *= correction;
         }
       }
     }
@@ -137,19 +161,19 @@ struct WarpRows {
 };
 
 template <typename T, int head_dim>
-__global__ void __launch_bounds__(kWarps<head_dim> * kWarpSize) attention_prefill_kernel(const Arguments<T> a) {
-  constexpr int row_tiles = kRowTiles<head_dim>;
-  constexpr int copied_rows = kKeys / kWarps<head_dim>;  // of each tile by each warp
+__global__ void __launch_bounds__(kThreads, kMinCtas<head_dim>) attention_prefill_kernel(const Arguments<T> a) {
+  constexpr int tile_keys = kKeys<head_dim>;
+  constexpr int copied_rows = tile_keys / kWarps;  // of each tile by each warp
   constexpr int row_chunks = head_dim / 8;
   extern __shared__ uint4 shared[];
   T* queries = reinterpret_cast<T*>(shared);  // [kRows, head_dim], swizzled
-  T* tiles = queries + kRows * head_dim;      // [2 stages, K then V, kKeys, head_dim], swizzled
+  T* tiles = queries + kRows * head_dim;      // [2 stages, K then V, tile_keys, head_dim], swizzled
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   const int kv_head = blockIdx.x;
   const int seq = blockIdx.y;
   const int first_row = (gridDim.z - 1 - blockIdx.z) * kRows;  // the longest contexts first
-  const int warp_row = warp * 16 * row_tiles;
+  const int warp_row = warp * 16 * kRowTiles;
   allow_next_kernel();
   wait_for_previous_kernel();
 
@@ -167,7 +191,7 @@ __global__ void __launch_bounds__(kWarps<head_dim> * kWarpSize) attention_prefil
   };
 
 #pragma unroll
-  for (int i = 0; i < 16 * row_tiles * row_chunks / kWarpSize; ++i) {
+  for (int i = 0; i < 16 * kRowTiles * row_chunks / kWarpSize; ++i) {
     const int row = warp_row + (i * kWarpSize + lane) / row_chunks;
     const int chunk = (i * kWarpSize + lane) % row_chunks;
     const bool valid = first_row + row < num_rows;
@@ -177,30 +201,27 @@ __global__ void __launch_bounds__(kWarps<head_dim> * kWarpSize) attention_prefil
   copy_commit();
 
   const int num_keys = position(first_row + kRows - 1) + 1;
-  const int num_tiles = ceil_div(num_keys, kKeys);
-  const int32_t* blocks = a.block_table + static_cast<int64_t>(table_row) * a.table_stride;
-  const PagedHead<T, head_dim> kv(a.kv_cache, blocks, a.num_kv_heads, kv_head, a.block_size);
   const int copied_row = warp * copied_rows;
-  // Past the end the last key is looked up, which is then not read.
-  const auto lookup = [&](int tile) {
-    return kv.key(min(tile * kKeys + copied_row + lane % copied_rows, num_keys - 1));
-  };
-  const auto copy_tile = [&](int tile, const T* lane_key) {
-    T* keys = tiles + tile % 2 * 2 * kKeys * head_dim;
-    const int valid_rows = num_keys - tile * kKeys - copied_row;
-    if (tile < num_tiles) {
-      kv.template copy_rows<copied_rows>(keys, keys + kKeys * head_dim, copied_row, lane_key, valid_rows);
+  const auto tile_at = [&](int first_key) { return tiles + first_key % (2 * tile_keys) * 2 * head_dim; };
+  const auto copy_tile = [&](int first_key) {
+    const int key = first_key + copied_row;
+    if (first_key < num_keys) {
+      const int32_t* blocks = a.block_table + static_cast<int64_t>(table_row) * a.table_stride;
+      const PagedHead<T, head_dim> kv(a.kv_cache, blocks, a.num_kv_heads, kv_head, a.block_size);
+      // Past the end the last key is looked up, which is then not read.
+      const T* lane_key = kv.key(min(key + lane % copied_rows, num_keys - 1));
+      T* keys = tile_at(first_key);
+      kv.template copy_rows<copied_rows>(keys, keys + tile_keys * head_dim, copied_row, lane_key, num_keys - key);
     }
     copy_commit();
   };
-  copy_tile(0, lookup(0));
-  const T* next_key = lookup(1);
+  copy_tile(0);
 
   copy_wait<1>();
   __syncwarp();  // a warp reads only the queries that it has copied
   WarpRows<T, head_dim> state;
 #pragma unroll
-  for (int r = 0; r < row_tiles; ++r) {
+  for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
     for (int k = 0; k < head_dim / 16; ++k) {
       load_matrices(state.query[r][k], queries + swizzled<head_dim>(warp_row + r * 16 + lane % 16, 2 * k + lane / 16));
@@ -209,27 +230,28 @@ __global__ void __launch_bounds__(kWarps<head_dim> * kWarpSize) attention_prefil
     for (int i = 0; i < 2; ++i) {
       state.max[r][i] = -INFINITY;
       state.sum[r][i] = 0.0f;
-      state.last_key[r][i] = position(first_row + warp_row + r * 16 + i * 8 + lane / 4);
     }
   }
 
   const int all_see = position(first_row + warp_row);  // the last key that every row of the warp attends to
   const bool idle = first_row + warp_row >= num_rows;
-  const int last_key = idle ? -1 : position(first_row + warp_row + 16 * row_tiles - 1);
-  for (int tile = 0; tile < num_tiles; ++tile) {
+  const int last_key = idle ? -1 : position(first_row + warp_row + 16 * kRowTiles - 1);
+  for (int first_key = 0; first_key < num_keys; first_key += tile_keys) {
     copy_wait<0>();
     __syncthreads();  // this tile is there for all warps, and all have read the one before
-    copy_tile(tile + 1, next_key);
-    next_key = lookup(tile + 2);
-    const int first_key = tile * kKeys;
-    if (first_key > last_key) continue;
-    const T* keys = tiles + tile % 2 * 2 * kKeys * head_dim;
-    state.attend(keys, keys + kKeys * head_dim, first_key, first_key + kKeys - 1 > all_see, a.scale);
+    copy_tile(first_key + tile_keys);
+    const T* keys = tile_at(first_key);
+    const int end = min(first_key + tile_keys, last_key + 1);
+#pragma unroll 1
+    for (int key = first_key; key < end; key += kStep, keys += kStep * head_dim) {
+      const auto num_seen = [&](int row) { return position(first_row + warp_row + row) - key + 1; };
+      state.attend(keys, keys + tile_keys * head_dim, key + kStep - 1 > all_see, num_seen, a.scale);
+    }
   }
 
   const int64_t out_stride = static_cast<int64_t>(a.num_kv_heads) * a.group_heads * head_dim;
 #pragma unroll
-  for (int r = 0; r < row_tiles; ++r) {
+  for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float factor = 1.0f / row_sum(state.sum[r][i]);
@@ -267,7 +289,7 @@ cudaError_t attention_prefill(void* out, const void* q, int64_t q_stride, const 
           static_cast<T*>(out), static_cast<const T*>(q), q_stride, static_cast<const T*>(kv_cache), block_table,
           table_stride, rows, query_start, context_lens, num_kv_heads, group_heads, block_size, scale * kLog2E};
       const dim3 grid(num_kv_heads, num_seqs, static_cast<unsigned>(row_groups));
-      return launch(attention_prefill_kernel<T, dim()>, grid, kWarps<dim()> * kWarpSize, kSharedBytes<dim()>, stream,
+      return launch(attention_prefill_kernel<T, dim()>, grid, kThreads, kSharedBytes<dim()>, stream,
                     arguments);
     });
   });
