@@ -180,12 +180,7 @@ def _prepare(options: GenerateOptions, sink: GenerateSink, result: GenerateResul
     result.total = source.total
     result.can_resume = output is not None and source.digest is not None
     if options.resume and not result.can_resume:
-        raise UserError(
-            "what comes through a pipe can be read only once: it cannot be resumed",
-            where="--resume",
-            fix="Put the prompts into a file.",
-            exit_code=ExitCode.USAGE,
-        )
+        raise _usage("what comes through a pipe is read only once: it cannot be resumed", "Put it into a file.")
     done = None
     if output is not None:
         job = _identity_of_job(options, source, sampling, model)
@@ -219,25 +214,32 @@ def _answer(work: _Work, options: GenerateOptions, sink: GenerateSink, result: G
 
 def _check(options: GenerateOptions) -> None:
     """Refuses what the command line alone shows to be wrong."""
-
-    def usage(what: str, fix: str = "Use one of them.") -> UserError:
-        return UserError(what, fix=fix, exit_code=ExitCode.USAGE)
-
     if options.prompts and options.prompts_file is not None:
-        raise usage("prompts are given both as arguments and by --prompts")
+        raise _usage("prompts are given both as arguments and by --prompts")
     if options.greedy and options.sampling.get("temperature"):
-        raise usage("--greedy and a --temperature above 0 exclude each other")
+        raise _usage("--greedy and a --temperature above 0 exclude each other")
     if options.resume and options.overwrite:
-        raise usage("--resume and --overwrite exclude each other")
+        raise _usage("--resume and --overwrite exclude each other")
     if (options.resume or options.overwrite) and options.output is None:
-        raise usage("--resume and --overwrite are for --output", "Name the file with --output FILE.")
+        raise _usage("--resume and --overwrite are for --output", "Name the file with --output FILE.")
+    if options.resume and _input_name(options) == "-":
+        raise _usage("standard input is read only once: it cannot be resumed", "Put it into a file.")
     if options.whole_file and options.prompts and options.prompts != ("-",):
-        raise usage("--whole-file is for --prompts FILE or standard input", "Leave it out.")
+        raise _usage("--whole-file is for --prompts FILE or standard input", "Leave it out.")
     try:
         SamplingParams(**({"temperature": 0.0 if options.greedy else 1.0} | options.sampling))
     except UserError as error:
         error.exit_code = ExitCode.USAGE
         raise
+
+
+def _usage(what: str, fix: str = "Use one of them.") -> UserError:
+    return UserError(what, fix=fix, exit_code=ExitCode.USAGE)
+
+
+def _input_name(options: GenerateOptions) -> str | None:
+    """The file of prompts, "-" for standard input, None for arguments."""
+    return "-" if options.prompts == ("-",) else options.prompts_file
 
 
 def _sampling(options: GenerateOptions, folder: Path, sink: GenerateSink) -> SamplingParams:
@@ -256,7 +258,7 @@ def _sampling(options: GenerateOptions, folder: Path, sink: GenerateSink) -> Sam
 
 
 def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
-    name = "-" if options.prompts == ("-",) else options.prompts_file
+    name = _input_name(options)
     if name is not None:
         if name == "-" and sys.stdin is not None and sys.stdin.isatty():
             sink.note("reading prompts from the keyboard, one a line; Ctrl-D at the beginning of a line ends them")
@@ -264,10 +266,9 @@ def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
             raise UserError("is the output, too", where=name, fix="Redirect to another file.")
         return from_file(name, options.prompts_format, whole=options.whole_file)
     if not options.prompts:
-        raise UserError(
+        raise _usage(
             "no prompt given",
-            fix='Give prompts as arguments ("Say hello."), --prompts FILE with one a line, or - for standard input.',
-            exit_code=ExitCode.USAGE,
+            'Give prompts as arguments ("Say hello."), --prompts FILE with one a line, or - for standard input.',
         )
     for text in options.prompts:
         if len(text) < 256 and "\n" not in text and Path(text).is_file():

@@ -115,7 +115,7 @@ class OutputFile:
         file, self._file = self._file, None
         try:
             with file:
-                if file.seekable():
+                if self.path.is_file():
                     os.fsync(file.fileno())
         except OSError as error:
             raise self._failed(error) from error
