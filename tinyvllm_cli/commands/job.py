@@ -150,7 +150,7 @@ class Job:
             params = replace(self._sampling, **prompt.parameters)
             request_id = self._requests.add(self._encode(prompt), params, streams=self._sink.streams)
         except UserError as error:
-            self._records.add(prompt, error_record(prompt, str(error).replace("\n", " ")))
+            self._records.add(prompt, error_record(prompt, str(error).replace("\n", ". ")))
             return
         self._prompts[request_id] = prompt
 
