@@ -12,7 +12,7 @@ from torch.nn import functional
 from tinyvllm_cli import ops
 
 GROUP_TOKENS = 512
-"""Attention reads the cached context in groups of blocks of about so many tokens."""
+"""Attention reads the cached context in groups of so many tokens."""
 
 
 def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
@@ -23,7 +23,9 @@ def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    out.copy_(functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps))
+    x = x.float()
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.size(-1)).add_(eps).rsqrt_()
+    out.copy_((x * scale).mul_(weight))
 
 
 def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -34,14 +36,17 @@ def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: 
 def rope_store(qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, positions: Tensor, slots: Tensor) -> None:
     _, num_kv_heads, _, block_size, head_dim = kv_cache.shape
     heads = qkv.view(qkv.size(0), -1, head_dim)
-    rotated_heads = heads[:, : heads.size(1) - num_kv_heads]  # q and k
-    cos, sin = rope_table[positions].unsqueeze(1).chunk(2, dim=-1)
-    first, second = rotated_heads.float().chunk(2, dim=-1)
-    rotated_heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-    stored = (slots >= 0).nonzero().squeeze(1)
-    slots = slots[stored]
-    key_value = heads[stored, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, head_dim).transpose(1, 2)
-    kv_cache[slots // block_size, :, :, slots % block_size] = key_value
+    first, second = heads[:, :-num_kv_heads].chunk(2, dim=-1)  # of q and k
+    cos, sin = rope_table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    a, b = first.float(), second.float()
+    turned = (a * cos).addcmul_(b, sin, value=-1)
+    second.copy_((b * cos).addcmul_(a, sin))
+    first.copy_(turned)
+    key_value = heads[:, -2 * num_kv_heads :].unflatten(1, (2, num_kv_heads)).transpose(1, 2)
+    if int(slots.min()) < 0:
+        stored = (slots >= 0).nonzero().squeeze(1)
+        slots, key_value = slots[stored], key_value[stored]
+    kv_cache.permute(0, 3, 1, 2, 4)[slots // block_size, slots % block_size] = key_value
 
 
 def silu_mul(out: Tensor, gate_up: Tensor) -> None:
@@ -87,12 +92,11 @@ def attention_decode(
     num_splits: int,
     scale: float,
 ) -> None:
-    head_dim = kv_cache.size(-1)
-    tables = block_table[torch.where(rows >= 0, rows, 0)]
-    result = _attend(
-        q.unflatten(-1, (-1, head_dim)).unsqueeze(1), kv_cache, tables, context_lens.unsqueeze(1) - 1, scale
-    )
-    out.copy_(result.reshape(out.shape))
+    num_kv_heads, head_dim = kv_cache.size(1), kv_cache.size(4)
+    queries = (q.float() * scale).unflatten(-1, (num_kv_heads, -1, head_dim))
+    outs = out.unflatten(-1, (num_kv_heads, -1, head_dim))
+    for i, (row, length) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
+        outs[i] = _attend(queries[i], kv_cache, block_table[row], length, 1)
 
 
 def attention_prefill(
@@ -106,55 +110,47 @@ def attention_prefill(
     max_query_len: int,
     scale: float,
 ) -> None:
-    head_dim = kv_cache.size(-1)
+    num_kv_heads, head_dim = kv_cache.size(1), kv_cache.size(4)
     starts, contexts = query_start.tolist(), context_lens.tolist()
     for s, row in enumerate(rows.tolist()):
-        queries = slice(starts[s], starts[s + 1])
         length = starts[s + 1] - starts[s]
-        if length == 0 or row < 0:
+        if length == 0:
             continue
-        positions = torch.arange(contexts[s] - length, contexts[s], device=q.device).unsqueeze(0)
-        heads = q[queries].unflatten(-1, (-1, head_dim)).unsqueeze(0)
-        out[queries] = _attend(heads, kv_cache, block_table[row : row + 1], positions, scale).reshape(length, -1)
+        queries = slice(starts[s], starts[s + 1])
+        by_head = (q[queries].float() * scale).view(length, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        result = _attend(by_head.flatten(1, 2), kv_cache, block_table[row], contexts[s], length)
+        out[queries] = result.view(num_kv_heads, -1, length, head_dim).permute(2, 0, 1, 3).reshape(length, -1)
 
 
-def _attend(q: Tensor, kv_cache: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Online softmax over groups of blocks (Milakov, Gimelshein 2018) under one mask rule: key position <= query
-    position.
+def _attend(query: Tensor, kv_cache: Tensor, blocks: Tensor, length: int, num_queries: int) -> Tensor:
+    """Attention of the last queries of one sequence, under one mask rule: key position <= query position.
 
-    q [S, L, Q, D], tables int32 [S, *], positions int [S, L] with -1 for padding; returns fp32 or fp64 [S, L, Q, D].
+    Online over groups of blocks: each gives softmax(q k) v and the logarithm of its sum, and they are merged by these
+    (Flash-Decoding). query [K, R, D], scaled: for each query head of a group, num_queries queries; blocks int32 [*] of
+    a sequence of `length` tokens. Returns [K, R, D], fp32 or fp64; zeros when length is 0.
     """
-    num_seqs, length, num_heads, head_dim = q.shape
-    _, num_kv_heads, _, block_size, _ = kv_cache.shape
-    group = num_heads // num_kv_heads
-    query = q.reshape(num_seqs, length, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(num_seqs * num_kv_heads, group * length, head_dim).float() * scale
-    largest = query.new_full((*query.shape[:2], 1), -torch.inf)
-    total = torch.zeros_like(largest)
-    weighted = torch.zeros_like(query)
-    num_blocks = -(-(int(positions.max()) + 1) // block_size)
-    step = max(1, GROUP_TOKENS // block_size)
-    for start in range(0, num_blocks, step):
-        blocks = tables[:, start : min(start + step, num_blocks)]
-        key_positions = torch.arange(blocks.size(1) * block_size, device=q.device) + start * block_size
-        in_context = key_positions <= positions.max(dim=1, keepdim=True).values  # [S, N]
-        blocks = torch.where(in_context[:, ::block_size], blocks, 0)
-        cached = kv_cache[blocks].permute(3, 0, 2, 1, 4, 5).float()  # K or V, S, K, blocks, block_size, D
-        key, value = cached.reshape(2, num_seqs * num_kv_heads, -1, head_dim)
-        value = torch.where(in_context.repeat_interleave(num_kv_heads, 0).unsqueeze(-1), value, 0)  # 0 * NaN is NaN
-        visible = key_positions <= positions.unsqueeze(-1)  # [S, L, N]
-        visible = visible[:, None, None].expand(-1, num_kv_heads, group, -1, -1).reshape(*query.shape[:2], -1)
-        scores = torch.bmm(query, key.transpose(1, 2)).masked_fill_(~visible, -torch.inf)
-        new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
-        base = torch.where(new_largest.isinf(), 0, new_largest)  # padding: nothing visible
-        weights = torch.exp_(scores.sub_(base))
-        rescale = torch.exp(largest - base)
-        total = total * rescale + weights.sum(dim=-1, keepdim=True)
-        weighted = weighted.mul_(rescale).baddbmm_(weights, value)
-        largest = new_largest
-    result = weighted.div_(torch.where(total == 0, 1, total))
-    result = result.view(num_seqs, num_kv_heads, group, length, head_dim)
-    return result.permute(0, 3, 1, 2, 4).reshape(num_seqs, length, num_heads, head_dim)
+    block_size = kv_cache.size(3)
+    by_block = kv_cache.permute(2, 1, 0, 3, 4)  # K or V, K, B, block_size, D
+    result, log_sum = None, None
+    group = max(GROUP_TOKENS // block_size, 1) * block_size
+    for start in range(0, length, group):
+        end = min(start + group, length)
+        cached = by_block.index_select(2, blocks[start // block_size : -(-end // block_size)]).float()
+        key, value = cached.flatten(2, 3)[:, :, : end - start]
+        scores = torch.bmm(query, key.transpose(1, 2))
+        if end > length - num_queries + 1:
+            future = torch.arange(start, end) > torch.arange(length - num_queries, length).unsqueeze(1)
+            scores.unflatten(1, (-1, num_queries)).masked_fill_(future, torch.finfo(scores.dtype).min)
+        part = torch.bmm(scores.softmax(dim=-1), value)
+        if length > group:
+            part_log_sum = scores.logsumexp(dim=-1, keepdim=True)
+            if result is not None and log_sum is not None:
+                both = torch.logaddexp(log_sum, part_log_sum)
+                part = result * torch.exp(log_sum - both) + part * torch.exp(part_log_sum - both)
+                part_log_sum = both
+            log_sum = part_log_sum
+        result = part
+    return torch.zeros_like(query) if result is None else result
 
 
 def sample(

@@ -103,7 +103,7 @@ class ModelRunner:
             raise RuntimeError(f"{IN_FLIGHT} steps are in flight; collect one before launching another")
         slot = self.launched % IN_FLIGHT
         self.launched += 1
-        with self._on_stream():
+        with torch.inference_mode(), self._on_stream():
             self._update_state(plan)
             sampled = self._replay(plan, slot) if self.graphs and plan.is_decode_only else self._eager(plan, slot)
             self.downloads[slot][: sampled.size(0)].copy_(sampled, non_blocking=True)
