@@ -171,3 +171,14 @@ def test_model_that_is_a_file(tmp_path: Path) -> None:
 def test_arguments_that_are_not_utf8() -> None:
     with pytest.raises(UserError, match="prompt 2 is not UTF-8"):
         from_arguments(["a", "\udcff"])
+
+
+def test_output_that_is_redirected_into_the_input_is_refused(tmp_path: Path) -> None:
+    """It would be read as it grows, and the job would never end."""
+    (tmp_path / "p.txt").write_text("A\n")
+    command = (
+        f"{sys.executable} -m tinyvllm_cli generate --model {tmp_path} --prompts {tmp_path}/p.txt >> {tmp_path}/p.txt"
+    )
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (result.returncode, "p.txt: is the output, too" in result.stderr) == (1, True)
+    assert (tmp_path / "p.txt").read_text() == "A\n"
