@@ -44,7 +44,7 @@ kernels: $(READY) ## compile every .cu for sm_80 and sm_90a: no warning, no spil
 	$(BIN)/python -m cuda_ext.check
 
 demo: $(READY) ## answer the bundled prompts with the bundled model
-	$(BIN)/tinyvllm generate --model demo --prompts tinyvllm_cli/demo/prompts.txt
+	$(BIN)/tinyvllm generate --model demo --table --prompts tinyvllm_cli/demo/prompts.txt
 
 clean: ## remove all that make made, .venv included
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -308,3 +308,12 @@ def test_vocabulary_larger_than_the_model_is_an_error_record(tmp_path: Path) -> 
     outcome = generate("--model", model, "--json", "A<new>")
     assert outcome.code == 3
     assert "260" in outcome.records[0]["error"]
+
+
+def test_table(hello: Path) -> None:
+    outcome = generate("--model", hello, "--table", "A", "[bold]")
+    assert outcome.code == 0
+    header, _, *rows = outcome.out.splitlines()
+    assert header.split() == ["prompt", "answer"]
+    assert [row.split() for row in rows] == [["A", HELLO], ["[bold]"]]
+    assert generate("--model", hello, "--table", "--json", "A").code == 2

@@ -148,6 +148,7 @@ def generate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the job of the output file.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
     stream: options.Stream = None,
+    table: Annotated[bool, typer.Option("--table", help="All answers at the end, in a table.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
     device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.AUTO,
@@ -167,8 +168,12 @@ def generate(
 
     def command(console: Console) -> int:
         from tinyvllm_cli.commands.generate import GenerateOptions, run
-        from tinyvllm_cli.render.generate import GenerateView
+        from tinyvllm_cli.render.generate import GenerateView, TableView
 
+        if table and (stream or json or output):
+            raise UserError(
+                "--table cannot go with --stream, --json or --output", fix="Use one of them.", exit_code=ExitCode.USAGE
+            )
         if stream and (json or output or order is Order.FINISHED):
             raise UserError(
                 "--stream shows texts in the order of the input; --json, --output and --order finished do not",
@@ -218,7 +223,8 @@ def generate(
             },
         )
         resume_command = shlex.join(["tinyvllm", *sys.argv[1:], *([] if resume else ["--resume"])])
-        return run(generate_options, GenerateView(console, stream, resume_command)).exit_code
+        view = TableView if table else GenerateView
+        return run(generate_options, view(console, stream, resume_command)).exit_code
 
     _run(command, json, quiet)
 

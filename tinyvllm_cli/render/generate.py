@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tinyvllm_cli.jobs.results import error_message, is_error, texts_of
 from tinyvllm_cli.render.console import Console, one_line
 from tinyvllm_cli.render.progress import Progress, count
+from tinyvllm_cli.render.table import table
 
 if TYPE_CHECKING:
     from tinyvllm_cli.commands.generate import GenerateResult
@@ -134,6 +135,27 @@ class GenerateView:
             if self._single or message.startswith("line "):
                 where = ""
             self._console.error(where + message)
+
+
+class TableView(GenerateView):
+    """The sink that shows all answers at once, in a table of prompts and answers."""
+
+    def start(self, source: PromptSource, to_file: bool = False) -> None:
+        super().start(source, to_file)
+        self.streams = False
+        self._rows: list[tuple[str, str]] = []
+
+    def record(self, prompt: Prompt, record: Record) -> None:
+        answer = f"(no answer: {error_message(record)})" if is_error(record) else " | ".join(texts_of(record))
+        self._rows.append((one_line(prompt.title), one_line(answer)))
+
+    def finish(self, result: GenerateResult) -> None:
+        self._console.status("")
+        answers = table("prompt", "answer")
+        for row in self._rows:
+            answers.add_row(*row)
+        self._console.rich().print(answers)
+        super().finish(result)
 
 
 def _block(texts: list[str]) -> str:
