@@ -110,12 +110,12 @@ def test_json_holds_it_all(tmp_path: Path) -> None:
     assert result.config is not None
     assert result.plan is not None
     plan = plan_buffers(result.config, result.plan.limits, "float32")
-    assert [(b["name"], b["bytes"], b["formula"], b["role"]) for b in memory["buffers"]] == [
+    assert [(b["name"], b["bytes"], b["formula"], b["role"]) for b in content["buffers"]] == [
         (b.name, b.nbytes, b.formula, b.role) for b in plan.buffers
     ]
     assert memory["buffers_bytes"] == plan.total_bytes
     assert memory["kv_bytes_per_token"] == 3 * 2 * 2 * 64 * 4
-    assert memory["kv_cache"]["num_blocks"] == 4 * 7
+    assert content["kv_cache"]["num_blocks"] == 4 * 7
     assert content["faults"] == content["unsupported"] == content["warnings"] == []
 
 

@@ -95,7 +95,7 @@ def test_no_room(tmp_path: Path) -> None:
     assert (result.plan.kv, result.plan.largest_context, result.plan.full_length_seqs) == (None, 0, 0)
     assert "no memory for the KV cache" in err
     assert "no room" in out
-    assert json.loads(look(folder, "json", memory=1000)[1])["memory"]["kv_cache"] is None
+    assert json.loads(look(folder, "json", memory=1000)[1])["kv_cache"] is None
 
 
 def test_wrong_options(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ def as_json(result: InspectResult) -> dict[str, Any]:
     """The object that `inspect --json` writes."""
     checkpoint = result.checkpoint
     tensors = checkpoint.tensors.values() if result.listed is None else result.listed
+    memory = memory_json(result.plan) if result.plan else {"buffers": [], "kv_cache": None}
+    buffers, kv_cache = memory.pop("buffers"), memory.pop("kv_cache")
     return {
         "schema": SCHEMA,
         "path": result.label,
@@ -29,7 +31,9 @@ def as_json(result: InspectResult) -> dict[str, Any]:
             "by_part": {part: count._asdict() for part, count in result.totals.by_part.items()},
         },
         "config": _config(result),
-        "memory": memory_json(result.plan) if result.plan else None,
+        "memory": memory or None,
+        "buffers": buffers,
+        "kv_cache": kv_cache,
         "files": [_file(header) for header in checkpoint.files],
         "ignored_files": [path.name for path in checkpoint.ignored_files],
         "index": checkpoint.index.name if checkpoint.index else None,
