@@ -5,7 +5,6 @@ Signatures and shapes as in `ops.py`. Importing this module registers the functi
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,8 +13,6 @@ from tinyvllm_cli import ops
 
 GROUP_TOKENS = 512
 """Attention reads the cached context in groups of so many tokens."""
-GATHER_TOKENS = 4096
-"""Contexts of a decoding batch are copied out of the cache at once when they have at most so many tokens together."""
 
 
 def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
@@ -95,23 +92,11 @@ def attention_decode(
     num_splits: int,
     scale: float,
 ) -> None:
-    _, num_kv_heads, _, block_size, head_dim = kv_cache.shape
+    num_kv_heads, head_dim = kv_cache.size(1), kv_cache.size(4)
     queries = (q.float() * scale).unflatten(-1, (num_kv_heads, -1, head_dim))
     outs = out.unflatten(-1, (num_kv_heads, -1, head_dim))
-    lengths = context_lens.tolist()
-    counts = [-(-length // block_size) for length in lengths]
-    if sum(counts) * block_size > GATHER_TOKENS:
-        for i, row in enumerate(rows.tolist()):
-            outs[i] = _attend(queries[i], kv_cache, block_table[row], lengths[i], 1)
-        return
-    table = block_table.numpy()  # short contexts: all are gathered at once
-    blocks = np.concatenate([table[row, :count] for row, count in zip(rows.tolist(), counts, strict=True)])
-    cached = kv_cache.permute(2, 1, 0, 3, 4).index_select(2, torch.from_numpy(blocks)).float()
-    first = 0
-    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        key, value = cached[:, :, first : first + count].flatten(2, 3)[:, :, :length]
-        outs[i] = torch.bmm(torch.bmm(queries[i], key.transpose(1, 2)).softmax(dim=-1), value)
-        first += count
+    for i, (row, length) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
+        outs[i] = _attend(queries[i], kv_cache, block_table[row], length, 1)
 
 
 def attention_prefill(
