@@ -2,8 +2,8 @@
 [DEVICE]`.
 
 fp32 transformers is the truth, its bf16 forward the measure: our error in prefill and at every tried batch of decode
-may be
-at most twice that. For the GPU machine (Llama-3.2-1B by default), where no checkpoint of that size can be carried.
+may be at most twice that. For the GPU machine (Llama-3.2-1B by default), where no checkpoint of that size can be
+carried.
 """
 
 from __future__ import annotations

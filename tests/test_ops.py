@@ -1,8 +1,7 @@
 """Every op against a naive computation in fp64: the reference on the CPU, the kernels on CUDA.
 
-The error may be at most twice that of the same computation in plain torch at the input's dtype, plus a floor.
-Outputs, unused
-cache slots and padding of the block table are poisoned before each call.
+The error may be at most twice that of the same computation in plain torch at the input's dtype, plus a floor. Outputs,
+unused cache slots and padding of the block table are poisoned before each call.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""LLM: a checkpoint made ready to run: weights on the device, memory planned, runner, scheduler and engine put
-together."""
+"""LLM: a checkpoint made ready to run: weights loaded, memory planned, runner, scheduler and engine put together."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class LLM:
         max_batched_tokens: tokens of one step; longer prompts are prefilled in chunks; default 8192, on the CPU 1024.
         block_size: tokens of one KV-cache block.
         num_kv_blocks, kv_cache_memory: size of the KV cache in blocks or bytes; default: `memory_fraction` of the
-        device's
-            memory less all else, on the CPU at most 4 GiB and half of what is free.
+            device's memory less all else, on the CPU at most 4 GiB and half of what is free.
         graphs: capture decode steps in CUDA graphs.
         run_ahead: steps launched before the tokens of earlier ones are read; default 1 on CUDA, 0 on the CPU.
         progress: told in words what is going on.

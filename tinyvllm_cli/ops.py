@@ -1,13 +1,10 @@
 """The op table: one schema and one Python function per operation, and the only user of `torch.ops.tinyvllm`.
 
-The dispatcher picks the implementation by device: `reference.py` on the CPU, the launchers of `cuda_ext/` on CUDA
-once the
-extension is loaded. A CUDA tensor without the extension raises; nothing falls back silently. Every op writes into
-tensors
-that the caller owns, so that a captured CUDA graph finds them again. Letters in shapes: T tokens, S sequences, R
-sampled
-rows, H hidden size, I intermediate size, V vocabulary, D head_dim, Q query heads, K key/value heads, N out features,
-B blocks. Index tensors are int32 and use -1 for padding. A failed check raises RuntimeError.
+The dispatcher picks the implementation by device: `reference.py` on the CPU, the launchers of `cuda_ext/` on CUDA once
+the extension is loaded. A CUDA tensor without the extension raises; nothing falls back silently. Every op writes into
+tensors that the caller owns, so that a captured CUDA graph finds them again. Letters in shapes: T tokens, S sequences,
+R sampled rows, H hidden size, I intermediate size, V vocabulary, D head_dim, Q query heads, K key/value heads, N out
+features, B blocks. Index tensors are int32 and use -1 for padding. A failed check raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -67,10 +64,9 @@ def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: 
 def rope_store(qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, positions: Tensor, slots: Tensor) -> None:
     """Rotates q in place inside qkv and writes rotated k, and v, into their cache slots (RoFormer, Su et al. 2021).
 
-    qkv [T, (Q + 2K) * D]: q heads, k heads, v heads; the k and v parts of qkv are unspecified afterwards.
-    kv_cache [B, K, 2, block_size, D]; rope_table fp32 [max_position, D], cosines then sines; the rotation pairs
-    elements
-    i and i + D/2 (Hugging Face layout). positions, slots int32 [T]; slot -1 stores nothing.
+    qkv [T, (Q + 2K) * D]: q heads, k heads, v heads; the k and v parts of qkv are unspecified afterwards. kv_cache [B,
+    K, 2, block_size, D]; rope_table fp32 [max_position, D], cosines then sines; the rotation pairs elements i and i +
+    D/2 (Hugging Face layout). positions, slots int32 [T]; slot -1 stores nothing.
     """
     _ops.rope_store(qkv, kv_cache, rope_table, positions, slots)
 
@@ -110,10 +106,9 @@ def decode_inputs(
 ) -> None:
     """Makes the inputs of a decode step from the state on the device, and advances `next_positions`.
 
-    For each i with row = rows[i]: token_ids[i] = last_tokens[row]; p = next_positions[i]++; positions[i] = p;
-    slots[i] = block_table[row, p // block_size] * block_size + p % block_size; context_lens[i] = p + 1. Padding (row
-    -1)
-    gives token 0, position 0, slot -1, context length 0. All int32; block_table [max_num_seqs, blocks per sequence],
+    For each i with row = rows[i]: token_ids[i] = last_tokens[row]; p = next_positions[i]++; positions[i] = p; slots[i]
+    = block_table[row, p // block_size] * block_size + p % block_size; context_lens[i] = p + 1. Padding (row -1) gives
+    token 0, position 0, slot -1, context length 0. All int32; block_table [max_num_seqs, blocks per sequence],
     last_tokens [max_num_seqs], the others [S].
     """
     _ops.decode_inputs(
@@ -136,11 +131,10 @@ def attention_decode(
     """Attention of one query token per sequence over its cached context (PagedAttention, Kwon et al. 2023).
 
     out [S, Q * D]; q [S, Q * D], any row stride; kv_cache [B, K, 2, block_size, D]; block_table int32 [max_num_seqs,
-    *];
-    rows, context_lens int32 [S], context length 0 gives a zero row. Contexts are split in up to num_splits - 1 parts on
-    average, whose results are merged in a fixed order (Flash-Decoding); 1 splits none. workspace fp32, at least
-    S * Q * num_splits * (D + 2); counters int32, at least S * K + 1, zero before and after. In a captured graph see
-    `launch.h` for what its predecessors may write.
+    *]; rows, context_lens int32 [S], context length 0 gives a zero row. Contexts are split in up to num_splits - 1
+    parts on average, whose results are merged in a fixed order (Flash-Decoding); 1 splits none. workspace fp32, at
+    least S * Q * num_splits * (D + 2); counters int32, at least S * K + 1, zero before and after. In a captured graph
+    see `launch.h` for what its predecessors may write.
     """
     _ops.attention_decode(out, q, kv_cache, block_table, rows, context_lens, workspace, counters, num_splits, scale)
 
@@ -184,10 +178,9 @@ def sample(
     logits fp32 [R, V]; rows, positions, sampled int32 [R]; temperature, top_p, min_p fp32, top_k int32 and seeds int64
     [max_num_seqs], all indexed by rows[i]. Temperature 0 takes the largest logit, the lowest index among equals. Else
     probabilities are softmax(logits / temperature), kept by top_k (0: all), then min_p (a share of the largest, 0:
-    off),
-    then top_p (the smallest set, by falling probability, that reaches top_p of what is left; 1: all), and the token is
-    the first, in vocabulary order, whose cumulative kept probability exceeds u times their sum. u = (x + 0.5) / 2^32,
-    x the first word of Philox4x32-10 (Salmon et al. 2011) with key = seed (low word, high word) and counter =
+    off), then top_p (the smallest set, by falling probability, that reaches top_p of what is left; 1: all), and the
+    token is the first, in vocabulary order, whose cumulative kept probability exceeds u times their sum. u = (x + 0.5)
+    / 2^32, x the first word of Philox4x32-10 (Salmon et al. 2011) with key = seed (low word, high word) and counter =
     (positions[i], 0, 0, 0): a draw depends on the row's seed and position only. Row -1 is padding. workspace and
     counters as in `launch.h`; unused on the CPU.
     """

@@ -199,8 +199,7 @@ def _kept_probabilities(scaled: Tensor, top_k: int, top_p: float, min_p: float) 
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in (0, 1) from the first word of Philox4x32-10, key = seed (low, high), counter = (position, 0, 0,
-    0)."""
+    """A number in (0, 1): first word of Philox4x32-10 of key (seed low, seed high), counter (position, 0, 0, 0)."""
     mask = 0xFFFFFFFF
     key = [seed & mask, (seed >> 32) & mask]
     counter = [position & mask, 0, 0, 0]

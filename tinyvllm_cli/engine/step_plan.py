@@ -37,9 +37,8 @@ class StepLogprobs(NamedTuple):
 class StepPlan:
     """One step over S sequences and T tokens; the first `num_decodes` sequences have one token each.
 
-    A running sequence owns a `row` (0 <= row < max_num_seqs) from its admission until it finishes or is preempted.
-    The runner keeps, per row: the block table, the last sampled token and the sampling parameters. The plan carries
-    only
+    A running sequence owns a `row` (0 <= row < max_num_seqs) from its admission until it finishes or is preempted. The
+    runner keeps, per row: the block table, the last sampled token and the sampling parameters. The plan carries only
     what changed in them; runners apply `row_updates` and `block_updates` before they compute.
 
     Attributes:

@@ -1,10 +1,9 @@
-"""The memory plan: every buffer of a runner, its size formula, its lifetime, what it shares memory with, and the KV
-cache.
+"""The memory plan: every buffer of a runner with size formula, lifetime and neighbours in memory, and the KV cache.
 
 One source of truth: `inspect` prints this plan and the runner allocates exactly it. Activation buffers live in one
-arena.
-Each is live during some intervals of a step's stages; two buffers share memory when they are never live together, which
-`plan_buffers` decides from the lifetimes, and a test verifies by poisoning whatever the plan calls dead.
+arena. Each is live during some intervals of a step's stages; two buffers share memory when they are never live
+together, which `plan_buffers` decides from the lifetimes, and a test verifies by poisoning whatever the plan calls
+dead.
 """
 
 from __future__ import annotations

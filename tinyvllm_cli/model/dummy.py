@@ -17,8 +17,7 @@ STD = 0.02
 
 
 def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
-    """Weights [as `arena_views`] drawn from a normal distribution, the same for the same seed, device kind and
-    shape."""
+    """Weights as of `arena_views`, drawn from a normal distribution: the same for the same seed, device and shape."""
     _, total = weights_layout(config, dtype.itemsize)
     weights = arena_views(config, torch.empty(total, dtype=torch.uint8, device=device), dtype)
     generator = torch.Generator(device).manual_seed(seed)

@@ -27,10 +27,8 @@ class Batch:
     """The device tensors of one step: T tokens of D sequences that decode, then of C chunks of prefill; all int32.
 
     token_ids, positions, slots [T]; rows and context lengths of either kind [D], [C]; query_start [C + 1], offsets of
-    the
-    chunks from the first token behind the decodes; sample_tokens [R] indexes the tokens whose logits are wanted, None
-    when
-    they are all of them; max_query_len is the longest chunk.
+    the chunks from the first token behind the decodes; sample_tokens [R] indexes the tokens whose logits are wanted,
+    None when they are all of them; max_query_len is the longest chunk.
     """
 
     token_ids: Tensor

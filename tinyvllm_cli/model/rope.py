@@ -17,8 +17,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
     "linear" divides all by `factor`. "llama3" divides the low frequencies by `factor`, leaves the high ones, and blends
     between (Llama 3 herd of models, 2024): a wavelength is low from original_max_position / low_freq_factor on, high
-    below
-    original_max_position / high_freq_factor.
+    below original_max_position / high_freq_factor.
     """
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "default":
@@ -35,8 +34,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_table(out: Tensor, rope: RopeConfig, head_dim: int) -> None:
-    """Fills out, fp32 [max_position, head_dim]: head_dim / 2 cosines, then head_dim / 2 sines of position x
-    frequency."""
+    """Fills out, fp32 [max_position, head_dim], by rows: head_dim / 2 cosines, then as many sines of the angles."""
     positions = torch.arange(out.size(0), dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
     out[:, : head_dim // 2] = angles.cos()

@@ -1,8 +1,7 @@
 """ModelRunner: turns a StepPlan into tensors, runs the model, samples, and hands the tokens back when asked.
 
-`launch` is asynchronous on CUDA: it copies what changed and starts the work on the runner's stream; `collect` waits
-for the
-oldest launched step. What a step needs from the one before (the last token of each row) never leaves the device.
+`launch` is asynchronous on CUDA: it copies what changed and starts the work on the runner's stream; `collect` waits for
+the oldest launched step. What a step needs from the one before (the last token of each row) never leaves the device.
 """
 
 from __future__ import annotations
