@@ -93,15 +93,14 @@ class LLM:
             self.tokenizer = Tokenizer.from_folder(model)
             self.chat_template = ChatTemplate.from_folder(model)
         self._choose_device(device, config, dtype, say)
-        if weight_map is None:
-            say("making random weights")
-            weights = random_weights(config, dtype=DTYPES[self.dtype], device=self.device)
-        else:
-            say("loading weights")
-            try:
+        say("making random weights" if weight_map is None else "loading weights")
+        try:
+            if weight_map is None:
+                weights = random_weights(config, dtype=DTYPES[self.dtype], device=self.device)
+            else:
                 weights = load_weights(config, weight_map, dtype=DTYPES[self.dtype], device=self.device)
-            except RuntimeError as error:
-                raise self._no_room_for_weights(config, error) from error
+        except RuntimeError as error:
+            raise self._no_room_for_weights(config, error) from error
         self._assemble(
             config,
             weights,
