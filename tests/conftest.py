@@ -16,6 +16,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", DEVICES)
 
 
+@pytest.fixture
+def on_each_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `program.generate` compute on the device."""
+    monkeypatch.setattr("program.DEVICE", device)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _extension() -> None:
     import tinyvllm_cli.reference  # noqa: F401

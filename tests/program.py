@@ -41,6 +41,14 @@ def tinyvllm(*arguments: object, stdin: bytes = b"") -> Outcome:
     return Outcome(int(caught.value.code or 0), *texts)
 
 
+DEVICE = "cpu"
+"""Where `generate` computes; the fixture `on_each_device` changes it."""
+
+
+def generate(*arguments: object, stdin: bytes = b"") -> Outcome:
+    return tinyvllm("generate", "--device", DEVICE, *arguments, stdin=stdin)
+
+
 def write_jsonl(path: Path, lines: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -6,23 +6,15 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import program
 import pytest
 from models import BOS, CHAT_TEMPLATE, EOS, EOT, byte_chain, chain, edit_json, write_chain, write_rand
-from program import Outcome, tinyvllm, write_jsonl
+from program import Outcome, generate, write_jsonl
 
 HELLO = "é世👋B"
 
 
-DEVICE = "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _on_each_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "DEVICE", device)
-
-
-def generate(*arguments: object, stdin: bytes = b"") -> Outcome:
-    return tinyvllm("generate", "--device", DEVICE, *arguments, stdin=stdin)
+pytestmark = pytest.mark.usefixtures("on_each_device")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +57,7 @@ def test_record(hello: Path) -> None:
     first, *_, last = outcome.err.splitlines()
     assert first == f"model: {hello}"
     assert last.startswith("1 answer · 2 tokens in, 11 out · ")
-    assert last.endswith("cpu float32" if DEVICE == "cpu" else "cuda:0 bfloat16")
+    assert last.endswith("cpu float32" if program.DEVICE == "cpu" else "cuda:0 bfloat16")
 
 
 @pytest.mark.parametrize("way", ["arguments", "file", "stdin", "dash", "jsonl", "jsonl stdin"])

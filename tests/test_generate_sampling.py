@@ -7,22 +7,14 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import program
 import pytest
 from models import EOS, byte_chain, chain, edit_json, write_chain, write_rand
-from program import Outcome, tinyvllm, write_jsonl
+from program import generate, write_jsonl
 
-DEVICE = "cpu"
+pytestmark = pytest.mark.usefixtures("on_each_device")
 TALK = "é世👋B.STOP"
 ODDS = {ord("C"): 0.1, ord("D"): 0.2, ord("E"): 0.3, ord("F"): 0.4}
-
-
-@pytest.fixture(autouse=True)
-def _on_each_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "DEVICE", device)
-
-
-def generate(*arguments: object, stdin: bytes = b"") -> Outcome:
-    return tinyvllm("generate", "--device", DEVICE, *arguments, stdin=stdin)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +123,7 @@ def test_logprobs(dice: Path) -> None:
     assert {key: first[key] for key in ("token", "token_id", "bytes")} == {"token": "F", "token_id": 70, "bytes": [70]}
     assert [best["token"] for best in first["top_logprobs"]] == ["F", "E"]
     for told, odds in ((first, 0.4), (first["top_logprobs"][1], 0.3)):
-        assert math.exp(told["logprob"]) == pytest.approx(odds, abs=0.01 if DEVICE == "cuda" else 1e-4)
+        assert math.exp(told["logprob"]) == pytest.approx(odds, abs=0.01 if program.DEVICE == "cuda" else 1e-4)
     assert second["token"] == "A"
     assert math.exp(second["logprob"]) > 0.99
 
@@ -147,7 +139,9 @@ def test_logprobs_of_parts_of_characters_and_of_what_is_unlikely(talk: Path, dic
     assert {t["token"] for t in told} >= {"D", "E", "F"}
     for t in told:  # the token chosen is told even when it is not the best; only the best is among top_logprobs
         assert [best["token"] for best in t["top_logprobs"]] == ["F"]
-        assert math.exp(t["logprob"]) == pytest.approx(ODDS[t["token_id"]], abs=0.01 if DEVICE == "cuda" else 1e-4)
+        assert math.exp(t["logprob"]) == pytest.approx(
+            ODDS[t["token_id"]], abs=0.01 if program.DEVICE == "cuda" else 1e-4
+        )
 
 
 def test_a_line_depends_on_its_own_parameters_only(rand: Path, tmp_path: Path) -> None:
@@ -173,7 +167,7 @@ def test_a_line_depends_on_its_own_parameters_only(rand: Path, tmp_path: Path) -
         4,
     )
     assert together.code == reversed_.code == 0
-    if DEVICE == "cpu":
+    if program.DEVICE == "cpu":
         for record, other in zip(together.records, reversed_.records[::-1], strict=True):
             for changing in ("index", "line", "timing", "logprobs"):
                 record.pop(changing, None)
