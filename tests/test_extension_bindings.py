@@ -47,18 +47,19 @@ STUBS = {
 SHIM = """
     #include <ATen/core/Tensor.h>
     #include <torch/library.h>
-    #include <sstream>
+    #include <cstdio>
     #include "launch.h"
     static std::string record;
     static cudaError_t result = cudaSuccess;
-    template <class T> static void add(const char* name, T v) {
-      std::ostringstream s;
-      s << name << "=" << v << ";";
-      record += s.str();
+    static void note(const char* name, const void* p) {
+      record += name + ("=" + std::to_string((size_t)p)) + ";";
     }
-    static void note(const char* name, const void* p) { add(name, (size_t)p); }
-    static void note(const char* name, double v) { add(name, v); }
-    static void note(const char* name, tinyvllm::Dtype v) { add(name, (int)v); }
+    static void note(const char* name, double v) {  // no stream: see call.h
+      char number[32];
+      std::snprintf(number, sizeof number, "%.17g", v);
+      record += name + ("=" + std::string(number)) + ";";
+    }
+    static void note(const char* name, tinyvllm::Dtype v) { note(name, (double)v); }
     extern "C" const char* last_launch() { return record.c_str(); }
     extern "C" void reset(int error) { record.clear(); result = (cudaError_t)error; }
     LAUNCHERS

@@ -49,6 +49,7 @@ def gpu(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch for CUDA 13.0 that sees an H200, and an empty cache."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.ops, "loaded_libraries", set())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path / "cache"))
