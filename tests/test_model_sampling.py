@@ -35,7 +35,8 @@ class Oracle:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.models = {t: AutoModelForCausalLM.from_pretrained(folder, dtype=t) for t in (torch.float32, torch.bfloat16)}
+        dtypes = (torch.float32, torch.bfloat16)
+        self.models = {dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in dtypes}
 
     def logits(
         self, prompt: list[int], answer: list[int], params: SamplingParams, dtype: torch.dtype = torch.float32
