@@ -14,7 +14,7 @@ from torch import Tensor
 from tinyvllm_cli.checkpoint.config import ModelConfig
 from tinyvllm_cli.checkpoint.faults import quote
 from tinyvllm_cli.checkpoint.header import TensorInfo
-from tinyvllm_cli.checkpoint.names import WeightMap, weights_layout
+from tinyvllm_cli.checkpoint.names import WeightMap, WeightSlot, weights_layout
 from tinyvllm_cli.errors import UserError
 
 Progress = Callable[[int, int], None]
@@ -52,13 +52,20 @@ class Weights:
 def arena_views(config: ModelConfig, arena: Tensor, dtype: torch.dtype, tied: bool | None = None) -> Weights:
     """The weights in an arena of `weights_layout(config, dtype.itemsize, tied)`; uint8, at a multiple of 256 bytes."""
     slots, _ = weights_layout(config, dtype.itemsize, tied)
-    views = {s.name: arena[s.offset : s.offset + s.nbytes].view(dtype).view(s.shape) for s in slots}
+    views = {slot.name: _view(slot, arena, dtype) for slot in slots}
     layers = []
     for layer in range(config.num_layers):
         names = ("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down")
         layers.append(LayerWeights(**{name: views[f"layers.{layer}.{name}"] for name in names}))
     embed = views["embed"]
     return Weights(embed, layers, views["final_norm"], views.get("lm_head", embed), arena)
+
+
+def _view(slot: WeightSlot, arena: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = arena[slot.offset : slot.offset + slot.nbytes].view(dtype)
+    if arena.device.type == "cpu" and slot.name.startswith("layers.") and len(slot.shape) == 2:
+        return flat.view(slot.shape[::-1]).t()  # by columns: so x @ weight.T is faster there, for a few rows most
+    return flat.view(slot.shape)
 
 
 def load_weights(
@@ -82,13 +89,13 @@ def load_weights(
     with ExitStack() as stack:
         files: dict[Path, FileIO] = {}
         for slot in slots:
-            target = arena[slot.offset : slot.offset + slot.nbytes].view(dtype)
+            target = _view(slot, arena, dtype)
             for tensor in weight_map.sources[slot.name]:
                 if tensor.file not in files:
                     files[tensor.file] = stack.enter_context(open(tensor.file, "rb", buffering=0))
                 file = files[tensor.file]
                 file.seek(weight_map.data_starts[tensor.file] + tensor.begin)
-                part, target = target[: tensor.num_elements], target[tensor.num_elements :]
+                part, target = target[: tensor.shape[0]], target[tensor.shape[0] :]
                 for chunk in _chunks(part, tensor):
                     stage.fill(chunk, file, _TORCH_DTYPES[tensor.dtype])
                     done += chunk.numel() * _TORCH_DTYPES[tensor.dtype].itemsize
@@ -109,14 +116,14 @@ def _allocate(total: int, device: torch.device) -> Tensor:
 
 
 def _chunks(part: Tensor, tensor: TensorInfo) -> Iterator[Tensor]:
-    """`part`, flat, in pieces whose stored bytes fit a staging buffer."""
-    size = CHUNK_BYTES // _TORCH_DTYPES[tensor.dtype].itemsize
-    return (part[begin : begin + size] for begin in range(0, part.numel(), size))
+    """`part` in pieces of whole rows whose stored bytes fit a staging buffer."""
+    rows = CHUNK_BYTES * len(part) // tensor.nbytes
+    return (part[begin : begin + rows] for begin in range(0, len(part), rows))
 
 
 def _read_into(file: FileIO, buffer: Tensor) -> None:
     """Fills a contiguous CPU tensor with the next bytes of `file`."""
-    view = buffer.view(torch.uint8).numpy().data
+    view = buffer.view(-1).view(torch.uint8).numpy().data
     while view:
         count = file.readinto(view)
         if not count:
@@ -126,19 +133,19 @@ def _read_into(file: FileIO, buffer: Tensor) -> None:
 
 
 class _CpuStage:
-    """Reads into the arena itself, or through one buffer when the dtype must change."""
+    """Reads into the arena itself, or through one buffer when the dtype or the order must change."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
 
     def fill(self, target: Tensor, file: FileIO, stored: torch.dtype) -> None:
-        """Fills `target`, flat, with the next target.numel() elements of dtype `stored` in `file`."""
-        if stored == target.dtype:
+        """Fills `target`, by rows, with the next target.numel() elements of dtype `stored` in `file`."""
+        if stored == target.dtype and target.is_contiguous():
             _read_into(file, target)
             return
         if self.buffer is None:
             self.buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        source = self.buffer[: target.numel() * stored.itemsize].view(stored)
+        source = self.buffer[: target.numel() * stored.itemsize].view(stored).view(target.shape)
         _read_into(file, source)
         target.copy_(source)
 
@@ -161,14 +168,14 @@ class _CudaStage:
         """As `_CpuStage.fill`; the copy is queued on the current stream and converted there."""
         self.turn ^= 1
         self.copied[self.turn].synchronize()  # at once for an event that was never recorded
-        source = self.pinned[self.turn][: target.numel() * stored.itemsize].view(stored)
+        source = self.pinned[self.turn][: target.numel() * stored.itemsize].view(stored).view(target.shape)
         _read_into(file, source)
         if stored == target.dtype:
             target.copy_(source, non_blocking=True)
         else:
             if self.unconverted is None:
                 self.unconverted = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self.device)
-            staged = self.unconverted[: target.numel() * stored.itemsize].view(stored)
+            staged = self.unconverted[: target.numel() * stored.itemsize].view(stored).view(target.shape)
             staged.copy_(source, non_blocking=True)
             target.copy_(staged)
         self.copied[self.turn].record(self.stream)
