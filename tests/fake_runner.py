@@ -1,4 +1,7 @@
-"""A runner without a model: a paged cache of token ids, and a next token that is a hash of all that it reads there."""
+"""A runner without a model: a paged cache of token ids, and a next token that is a hash of all that it reads there.
+
+Beside each token id the cache holds what stands for K and V: a hash of that token and all before it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import random
 import zlib
 from collections import deque
 from dataclasses import fields
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +26,12 @@ def next_token(prefix: list[int], params: SamplingParams, num_prompt: int = 0) -
     """Depends on every token of the prefix, in its order, and on the seed; with penalties on num_prompt too."""
     known = num_prompt if params.has_penalties else 0
     return zlib.crc32(np.array([params.seed, known, *prefix], dtype=np.int32).tobytes()) % VOCAB
+
+
+def stored(token: int, before: int) -> int:
+    """What stands for K and V of a token behind one whose own are `before`, 0 for none. As K and V of a model, it
+    depends on all tokens up to this one, not on where it is stored."""
+    return zlib.crc32(f"{token}".encode(), before + 1)
 
 
 def fake_logprobs(token: int, count: int) -> TokenLogprobs:
@@ -48,13 +58,14 @@ class FakeRunner:
 
     It trusts only what a real runner has: its own block table, last tokens and parameters, kept up by the plans. What a
     new owner of a row or block did not write itself is invalid; but a row that begins behind its first token shares the
-    blocks before that.
+    blocks before that, which must hold K and V of exactly its own tokens. Nothing is ever written over.
     """
 
     def __init__(self, limits: Limits, num_blocks: int, seed: int = 0) -> None:
         self.limits = limits
         self.random = random.Random(seed)
         self.memory = np.full(num_blocks * limits.block_size, -1, dtype=np.int32)
+        self.kv = np.zeros(num_blocks * limits.block_size, dtype=np.int64)
         self.table = np.full((limits.max_num_seqs, limits.blocks_per_seq), -1, dtype=np.int32)
         self.last_tokens = np.full(limits.max_num_seqs, -1, dtype=np.int32)
         self.next_positions = np.full(limits.max_num_seqs, -1, dtype=np.int32)
@@ -113,13 +124,19 @@ class FakeRunner:
             assert (plan.slots[start:end] == blocks * size + positions % size).all()
             tokens = self.last_tokens[row] if i < plan.num_decodes else plan.token_ids[start:end]
             assert np.min(tokens) >= 0
+            assert (self.memory[plan.slots[start:end]] == -1).all(), "what was stored is overwritten"
             self.memory[plan.slots[start:end]] = tokens
+            self.store(row, first, plan.context_lens[i])
         sampled = []
         for i, position in zip(plan.sample_seqs, plan.sample_positions, strict=True):
             row = plan.rows[i]
             assert position == plan.context_lens[i]
             positions = np.arange(position)
-            prefix = self.memory[self.table[row, positions // size] * size + positions % size].tolist()
+            slots = self.table[row, positions // size] * size + positions % size
+            prefix = self.memory[slots].tolist()
+            assert (
+                self.kv[slots].tolist() == list(accumulate(prefix, lambda kv, token: stored(token, kv), initial=0))[1:]
+            )
             history, num_prompt = self.histories.get(row, (prefix, 0))
             assert (row in self.histories) == self.params[row].has_penalties
             assert history == prefix
@@ -128,6 +145,18 @@ class FakeRunner:
                 history.append(int(self.last_tokens[row]))
             sampled.append(self.last_tokens[row])
         return np.array(sampled, dtype=np.int32)
+
+    def store(self, row: int, start: int, end: int) -> None:
+        """K and V of a row's tokens from `start` to `end`, from their ids and what stands before them."""
+        size = self.limits.block_size
+        slots = [int(self.table[row, p // size]) * size + p % size for p in range(max(start - 1, 0), end)]
+        before = 0
+        if start:
+            assert self.memory[slots[0]] >= 0, "it begins behind what nobody has stored"
+            before = int(self.kv[slots.pop(0)])
+        for slot in slots:
+            before = stored(int(self.memory[slot]), before)
+            self.kv[slot] = before
 
 
 def contents(plan: StepPlan) -> list[bytes]:

@@ -108,9 +108,9 @@ def test_block_pool_notices_what_must_not_be() -> None:
     pool.free(blocks)
     with pytest.raises(RuntimeError, match="free block"):
         pool.free(blocks[:1])
-    with pytest.raises(RuntimeError, match="free block"):
+    with pytest.raises(RuntimeError, match="empty block"):
         pool.share(blocks[:1])
-    pool.num_free -= 1
+    pool._num_empty -= 1
     with pytest.raises(RuntimeError, match="disagree"):
         pool.check()
 

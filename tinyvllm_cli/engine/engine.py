@@ -36,6 +36,7 @@ class Statistics:
         steps: steps launched.
         preemptions: times that a running sequence had to give up its blocks.
         prompt_tokens: tokens of the prompts accepted.
+        cached_tokens: those of them that were found in the prefix cache when their sequences were first admitted.
         output_tokens: tokens generated for sequences that still wanted them.
         computed_tokens: tokens run through the model, recomputed and discarded ones included.
         max_running: most sequences in one step.
@@ -44,6 +45,7 @@ class Statistics:
     steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
     max_running: int = 0
@@ -87,8 +89,8 @@ class Engine:
         Args:
             prompt_token_ids: ids, at least one.
             params: how the answer's tokens are chosen; of an engine's sequence `n` and `stop` mean nothing.
-            relative: a sequence of the very same prompt, added before: what they have in common is computed once as
-                long as one of its family is running.
+            relative: a sequence of the very same prompt, added before and not run yet: they share its blocks even
+                without a prefix cache.
         """
         stop_ids = frozenset(params.stop_token_ids) if params.ignore_eos else self._eos.union(params.stop_token_ids)
         sequence = Sequence(self._next_id, list(prompt_token_ids), params, stop_ids)
@@ -96,11 +98,7 @@ class Engine:
             if relative.prompt_token_ids != sequence.prompt_token_ids:
                 raise RuntimeError("only sequences of the same prompt can share its blocks")
             sequence.prompt_token_ids = relative.prompt_token_ids
-        self.scheduler.add(sequence)
-        if relative is not None and relative.finish_reason is None:
-            sequence.family = relative.family or [relative]
-            relative.family = sequence.family
-            sequence.family.append(sequence)
+        self.scheduler.add(sequence, relative)
         self._next_id += 1
         self._unfinished[sequence.seq_id] = sequence
         self.statistics.prompt_tokens += len(sequence.prompt_token_ids)
@@ -117,6 +115,7 @@ class Engine:
             self._in_flight.append(plan)
             self.statistics.steps += 1
             self.statistics.preemptions = self.scheduler.num_preemptions
+            self.statistics.cached_tokens = self.scheduler.num_cached_tokens
             self.statistics.computed_tokens += plan.num_tokens
             self.statistics.max_running = max(self.statistics.max_running, plan.num_seqs)
             if len(self._in_flight) <= self.run_ahead:

@@ -11,9 +11,10 @@ token on the device. A sequence is in one of these places:
 Running sequences always arrived before waiting ones. The oldest is never preempted for a younger one, and `add` refuses
 what could not run alone: so every step brings the oldest forward, and everything ends.
 
-Sequences of one family have the same prompt. When one is admitted while another is running, they share the blocks that
-the prompt fills; the tokens behind those are computed again, at most a block of them and all that were generated.
-Nobody writes to a shared block any more: all writing is at the end of a sequence, in a block of its own.
+Sequences that begin alike share the blocks that their common beginning fills (see `prefix_cache`). Full blocks of a
+prefill can be found as soon as the step that fills them is planned, even in that step; and nobody is admitted before
+the step has tokens for all that running prefills still need. So of prompts that are submitted together, the first one
+computes what they have in common. Blocks of generated tokens can be found once their sequence has left its row.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tinyvllm_cli.engine.blocks import BlockPool, Int32Array
-from tinyvllm_cli.engine.sequence import FinishEvent, FinishReason, Sequence, Status, TokenEvent, TokenLogprobs
+from tinyvllm_cli.engine.prefix_cache import Beginning, PrefixCache
+from tinyvllm_cli.engine.refusal import allowed_outputs
+from tinyvllm_cli.engine.sequence import FinishEvent, FinishReason, Sequence, Status, TokenEvent
 from tinyvllm_cli.engine.step_plan import FROM_DEVICE, History, StepLogprobs, StepPlan
-from tinyvllm_cli.errors import UserError
 
 if TYPE_CHECKING:
     from tinyvllm_cli.memory.plan import Limits
@@ -45,14 +47,18 @@ class Scheduler:
     """Continuous batching over `limits.max_num_seqs` rows, `limits.max_batched_tokens` tokens a step and a BlockPool.
 
     `limits.max_batched_tokens` must be at least `limits.max_num_seqs`, so that every running sequence can decode.
+    With `prefix_cache`, any two sequences share what they begin with; without, only relatives do.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+    def __init__(self, limits: Limits, pool: BlockPool, prefix_cache: bool = False) -> None:
         self.limits = limits
         self.pool = pool
+        self._cache = PrefixCache(pool, for_all=prefix_cache)
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
         self._waiting: deque[Sequence] = deque()
+        self._refused: Sequence | None = None  # the first waiting one, if there were too few blocks for it
         self._running: list[Sequence] = []  # in order of arrival
         self._launched: deque[_Launched] = deque()
         rows = limits.max_num_seqs
@@ -79,26 +85,14 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence at the end of the queue and sets its max_outputs; refuses what can never run."""
-        prompt, longest = len(sequence.prompt_token_ids), self.limits.max_model_len
-        if prompt == 0:
-            raise UserError("the prompt has no tokens", fix="Give at least one token.")
-        if prompt >= longest:
-            raise UserError(
-                f"the prompt has {prompt} tokens; with max_model_len {longest} it may have at most {longest - 1}",
-                fix="Shorten the prompt, or raise --max-model-len.",
-            )
-        sequence.max_outputs = min(sequence.params.max_tokens, longest - prompt)
-        stored = prompt + sequence.max_outputs - 1  # K and V of the last token are never needed
-        needed, available = self.pool.blocks_for(stored), self.pool.num_blocks
-        if needed > available:
-            raise UserError(
-                f"a prompt of {prompt} tokens and up to {sequence.max_outputs} new ones need {needed} KV-cache blocks "
-                f"of {self.pool.block_size} tokens; {available} are available",
-                fix="Lower --max-tokens or --max-model-len, shorten the prompt, or give the KV cache more memory "
-                "(--kv-cache-memory, --memory-fraction).",
-            )
+    def add(self, sequence: Sequence, relative: Sequence | None = None) -> None:
+        """Puts a new sequence at the end of the queue and sets its max_outputs; refuses what can never run.
+
+        It shares its beginning with the `relative`, an earlier sequence, even without a prefix cache.
+        """
+        prompt, wanted = len(sequence.prompt_token_ids), sequence.params.max_tokens
+        sequence.max_outputs = allowed_outputs(prompt, wanted, self.limits, self.pool)
+        self._cache.join(sequence, relative)
         self._waiting.append(sequence)
 
     def schedule(self) -> StepPlan | None:
@@ -112,9 +106,9 @@ class Scheduler:
                     chunks.append((sequence, self._chunk(sequence, budget)))
                     budget -= chunks[-1][1]
         admitted: list[Sequence] = []
-        while budget and self._can_admit():
+        while budget and (beginning := self._find_room()) is not None:
             sequence = self._waiting.popleft()
-            self._admit(sequence)
+            self._admit(sequence, beginning)
             admitted.append(sequence)
             chunks.append((sequence, self._chunk(sequence, budget)))
             budget -= chunks[-1][1]
@@ -143,7 +137,8 @@ class Scheduler:
         if launched.plan is not plan or len(tokens) != len(launched.sampled):
             raise RuntimeError(f"tokens of step {plan.step} are not what is awaited for step {launched.plan.step}")
         if logprobs is not None:
-            _keep_logprobs(launched.sampled, logprobs)
+            for i, sequence in enumerate(launched.sampled):
+                sequence.keep_logprobs(logprobs, i)
         accepted: list[tuple[int, int]] = []
         finished: list[FinishEvent] = []
         for sequence, token in zip(launched.sampled, tokens.tolist(), strict=True):
@@ -166,8 +161,7 @@ class Scheduler:
             self._leave_row(sequence)
         elif sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
-        if sequence.family:
-            sequence.family.remove(sequence)
+            sequence.prefix = None
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         return FinishEvent(sequence.seq_id, reason, sequence)
@@ -194,51 +188,52 @@ class Scheduler:
         return np.stack((rows, columns, blocks), axis=1)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of its prefill a sequence gets."""
+        """How many tokens of its prefill a sequence gets; the blocks that they fill can be found from now on."""
         assert sequence.prefix is not None
-        return min(budget, len(sequence.prefix) - int(self._num_computed[sequence.row]))
+        done = int(self._num_computed[sequence.row])
+        count = min(budget, len(sequence.prefix) - done)
+        self._cache.add(sequence, done + count, self._table[sequence.row])
+        return count
 
-    def _can_admit(self) -> bool:
-        """Whether the first waiting sequence can start; nobody overtakes it.
+    def _find_room(self) -> Beginning | None:
+        """What the first waiting sequence finds of its beginning, if it can start; nobody overtakes it.
 
         Its tokens must fit, and leave a block for each running sequence: else starting it soon costs a preemption.
         (With a quarter of the blocks that could be used, this saves 20% of the tokens computed for 1% more steps.)
         """
         if not self._waiting or not self._free_rows:
-            return False
+            return None
         first = self._waiting[0]
         if len(first.output_token_ids) < first.num_launched:
-            return False  # preempted, and not all its tokens are known
+            return None  # preempted, and not all its tokens are known
+        if first is self._refused:
+            return None  # blocks only get scarcer until someone leaves a row
+        if first.prefix is None:
+            first.prefix = np.array(first.prompt_token_ids + first.output_token_ids, dtype=np.int32)
+        beginning = self._cache.find(first)
         spare = len(self._running) + 1 if self._running else 0
-        own = self.pool.blocks_for(first.num_tokens) - len(self._shared_blocks(first))
-        return own + spare <= self.pool.num_free
+        own = self.pool.blocks_for(len(first.prefix)) - len(beginning.blocks)
+        if own + self.pool.num_unowned(beginning.blocks) + spare > self.pool.num_free:
+            self._refused = first
+            return None
+        return beginning
 
-    def _shared_blocks(self, sequence: Sequence) -> Int32Array:
-        """The blocks, int32 [count], that a waiting sequence can have in common with a running one of its family.
-
-        They are full of prompt tokens, and at least one token of the sequence stands behind them, so that it has
-        something to compute and to sample from. The K and V in them are ready in time: a sequence is admitted only when
-        the step has tokens left after all running prefills, so the other's prompt is complete with this step at the
-        latest, and in each layer a step stores all K and V before it reads any.
-        """
-        for relative in sequence.family:
-            if relative.row >= 0:
-                count = min(len(sequence.prompt_token_ids), sequence.num_tokens - 1) // self.pool.block_size
-                return self._table[relative.row, :count]
-        return self._table[0, :0]
-
-    def _admit(self, sequence: Sequence) -> None:
-        """Gives a sequence a row, and blocks for all its tokens known so far."""
-        sequence.prefix = np.array(sequence.prompt_token_ids + sequence.output_token_ids, dtype=np.int32)
-        shared = self._shared_blocks(sequence)
+    def _admit(self, sequence: Sequence, beginning: Beginning) -> None:
+        """Gives a sequence a row, and blocks for all its tokens known so far: those of its beginning, and own ones."""
+        assert sequence.prefix is not None
+        shared = beginning.blocks
         self.pool.share(shared)
         own = self.pool.allocate(self.pool.blocks_for(len(sequence.prefix)) - len(shared))
         blocks = np.concatenate((shared, own))
         sequence.row = row = self._free_rows.pop()
         sequence.status = Status.RUNNING
+        self._cache.start(sequence, beginning)
         self._table[row, : len(blocks)] = blocks
         self._num_blocks[row] = len(blocks)
         self._num_computed[row] = len(shared) * self.pool.block_size
+        if sequence.num_cached is None:
+            sequence.num_cached = len(shared) * self.pool.block_size
+            self.num_cached_tokens += sequence.num_cached
         self._max_tokens[row] = len(sequence.prompt_token_ids) + sequence.max_outputs
         self._running.append(sequence)
 
@@ -252,13 +247,16 @@ class Scheduler:
     def _leave_row(self, sequence: Sequence) -> None:
         row = sequence.row
         if sequence.prefix is None:  # each launched decode, and the end of the prefill, sampled one token
-            sequence.num_launched = int(self._num_computed[row]) + 1 - len(sequence.prompt_token_ids)
+            computed = int(self._num_computed[row])
+            sequence.num_launched = computed + 1 - len(sequence.prompt_token_ids)
             self._decoding_changed = True
+            self._cache.add(sequence, computed, self._table[row])
         self.pool.free(self._table[row, : self._num_blocks[row]])
         self._free_rows.append(row)
         self._running.remove(sequence)
         sequence.row = -1
         sequence.prefix = None
+        self._refused = None
 
     def _plan(
         self, chunks: list[tuple[Sequence, int]], admitted: list[Sequence], decode_updates: Int32Array
@@ -308,7 +306,7 @@ class Scheduler:
             sample_positions=_frozen(sample_positions),
             block_updates=_frozen(block_updates),
             row_updates=tuple((s.row, s.params) for s in admitted),
-            histories=_histories(admitted),
+            histories=tuple(History.of(s) for s in admitted if s.params.has_penalties),
             wants_logprobs=self._decoding_wants_logprobs or _want_logprobs(sampled[num_decodes:]),
         ), sampled
 
@@ -318,26 +316,8 @@ class Scheduler:
         return np.stack((np.full_like(blocks, row), np.arange(len(blocks), dtype=np.int32), blocks), axis=1)
 
 
-def _histories(admitted: list[Sequence]) -> tuple[History, ...]:
-    return tuple(
-        History(s.row, s.prefix, len(s.prompt_token_ids))
-        for s in admitted
-        if s.params.has_penalties and s.prefix is not None
-    )
-
-
 def _want_logprobs(sequences: list[Sequence]) -> bool:
     return any(s.params.logprobs is not None for s in sequences)
-
-
-def _keep_logprobs(sampled: list[Sequence], logprobs: StepLogprobs) -> None:
-    """Gives each unfinished sequence what it asked for; `sampled` are the rows of `logprobs`."""
-    for i, sequence in enumerate(sampled):
-        if sequence.params.logprobs is not None and sequence.finish_reason is None:
-            ids = logprobs.token_ids[i, : sequence.params.logprobs + 1].tolist()
-            values = logprobs.values[i, : sequence.params.logprobs + 1].tolist()
-            count = ids.index(-1) if -1 in ids else len(ids)  # a vocabulary may have fewer tokens
-            sequence.output_logprobs.append(TokenLogprobs(ids[:count], values[:count]))
 
 
 def _frozen(array: Int32Array) -> Int32Array:

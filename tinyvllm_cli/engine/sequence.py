@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from tinyvllm_cli.engine.prefix_cache import Chain
+    from tinyvllm_cli.engine.step_plan import StepLogprobs
+
 FinishReason = Literal["stop", "length", "abort"]
 """stop: an end-of-sequence or stop token, or a stop string; length: max_tokens or max_model_len; abort: taken back."""
 
@@ -139,10 +142,11 @@ class Sequence:
         status: see `Status`.
         finish_reason: None until it is finished.
         row: its row in the runner, -1 when it has none.
-        prefix: while it is prefilled, all its tokens at admission, int32 [prompt + outputs]; else None.
+        prefix: from when its admission is considered until its prefill is planned to the end, all its tokens, int32
+            [prompt + outputs]; else None.
         num_launched: output tokens that the device was asked for, seen or not; set when the row is given up.
-        family: the unfinished sequences of the same prompt, which may share blocks; one list for them all. Empty for a
-            sequence without relatives.
+        chain: its place in the prefix cache; None when it shares nothing.
+        num_cached: tokens of its prompt that were found in the prefix cache at its first admission; before that None.
         output_logprobs: for each of `output_token_ids`, if `params.logprobs` asks for it.
     """
 
@@ -157,13 +161,22 @@ class Sequence:
     row: int = -1
     prefix: npt.NDArray[np.int32] | None = None
     num_launched: int = 0
-    family: list[Sequence] = field(default_factory=list)
+    chain: Chain | None = None
+    num_cached: int | None = None
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Tokens known to the host: the prompt and the outputs seen."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def keep_logprobs(self, told: StepLogprobs, i: int) -> None:
+        """Takes what it asked for of row `i`, unless it has finished."""
+        if self.params.logprobs is not None and self.finish_reason is None:
+            ids = told.token_ids[i, : self.params.logprobs + 1].tolist()
+            values = told.values[i, : self.params.logprobs + 1].tolist()
+            count = ids.index(-1) if -1 in ids else len(ids)  # a vocabulary may have fewer tokens
+            self.output_logprobs.append(TokenLogprobs(ids[:count], values[:count]))
 
 
 class TokenEvent(NamedTuple):

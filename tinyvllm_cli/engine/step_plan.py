@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from tinyvllm_cli.engine.sequence import SamplingParams
+    from tinyvllm_cli.engine.sequence import SamplingParams, Sequence
 
     Int32Array = npt.NDArray[np.int32]
     Float32Array = npt.NDArray[np.float32]
@@ -24,6 +24,12 @@ class History(NamedTuple):
     row: int
     token_ids: Int32Array
     num_prompt: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> History:
+        """Of a sequence that is being admitted."""
+        assert sequence.prefix is not None
+        return cls(sequence.row, sequence.prefix, len(sequence.prompt_token_ids))
 
 
 class StepLogprobs(NamedTuple):
