@@ -31,7 +31,8 @@ def ours(folder: Path) -> tuple[dict[str, Generate], dict[str, int]]:
     from tinyvllm_cli.engine.sequence import SamplingParams
     from tinyvllm_cli.llm import LLM
 
-    llm = LLM(folder, device="cpu", dtype="float32", max_num_seqs=16, max_model_len=1024, num_kv_blocks=1024)
+    sizes = {"max_num_seqs": 16, "max_model_len": 1024, "num_kv_blocks": 1024}
+    llm = LLM(folder, device="cpu", dtype="float32", prefix_cache=False, **sizes)
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)

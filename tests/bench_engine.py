@@ -33,19 +33,19 @@ class InstantRunner:
         return self.tokens[: self.counts.popleft()]
 
 
-def make_engine(rows: int, model_len: int, run_ahead: int) -> Engine:
+def make_engine(rows: int, model_len: int, run_ahead: int, prefix_cache: bool) -> Engine:
     """An engine whose cache never runs out."""
     limits = Limits(max_num_seqs=rows, max_batched_tokens=8192, max_model_len=model_len, block_size=16)
-    scheduler = Scheduler(limits, BlockPool(rows * limits.blocks_per_seq, limits.block_size))
+    scheduler = Scheduler(limits, BlockPool(rows * limits.blocks_per_seq, limits.block_size), prefix_cache)
     return Engine(scheduler, InstantRunner(rows), run_ahead, eos_token_ids=[2])
 
 
-def steady_decode(rows: int, steps: int) -> tuple[float, float]:
+def steady_decode(rows: int, steps: int, prefix_cache: bool) -> tuple[float, float]:
     """Median microseconds of schedule() and of update() while `rows` sequences of 100 to 1,023 tokens decode."""
-    engine = make_engine(rows, 2048 + 2 * steps, run_ahead=0)
+    engine = make_engine(rows, 2048 + 2 * steps, run_ahead=0, prefix_cache=prefix_cache)
     rng = random.Random(0)
     for _ in range(rows):
-        engine.add([5] * rng.randint(100, 1023), SamplingParams(max_tokens=512 + 2 * steps))
+        engine.add(rng.choices(range(10_000), k=rng.randint(100, 1023)), SamplingParams(max_tokens=512 + 2 * steps))
     for _ in range(100):
         engine.step()  # until all of them decode
     scheduler, runner = engine.scheduler, engine.runner
@@ -65,9 +65,9 @@ def steady_decode(rows: int, steps: int) -> tuple[float, float]:
     return 1e6 * statistics.median(planning), 1e6 * statistics.median(updating)
 
 
-def mixed_job(rows: int) -> tuple[int, float]:
+def mixed_job(rows: int, prefix_cache: bool) -> tuple[int, float]:
     """Steps, and mean microseconds a step, of `rows` prompts of 100 to 1,024 tokens with as many outputs each."""
-    engine = make_engine(rows, 4096, run_ahead=1)
+    engine = make_engine(rows, 4096, run_ahead=1, prefix_cache=prefix_cache)
     rng = random.Random(0)
     for _ in range(rows):
         prompt = [rng.randrange(10_000) for _ in range(rng.randint(100, 1024))]
@@ -79,15 +79,32 @@ def mixed_job(rows: int) -> tuple[int, float]:
     return steps, 1e6 * (time.perf_counter() - start) / steps
 
 
+def alike_job(rows: int, prefix_cache: bool) -> tuple[int, float]:
+    """Steps and seconds of 1,000 prompts of 2,016 tokens, 2,000 of them in common, with one output each."""
+    engine = make_engine(rows, 4096, run_ahead=1, prefix_cache=prefix_cache)
+    rng = random.Random(0)
+    common = rng.choices(range(10_000), k=2000)
+    prompts = [common + rng.choices(range(10_000), k=16) for _ in range(1000)]
+    start = time.perf_counter()
+    for prompt in prompts:
+        engine.add(prompt, SamplingParams(max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    return engine.statistics.steps, time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--prefix-cache", action="store_true")
     args = parser.parse_args()
-    planning, updating = steady_decode(args.rows, args.steps)
+    planning, updating = steady_decode(args.rows, args.steps, args.prefix_cache)
     print(f"{args.rows} decodes: schedule() {planning:.1f} us, update() {updating:.1f} us a step")
-    steps, mean = mixed_job(args.rows)
+    steps, mean = mixed_job(args.rows, args.prefix_cache)
     print(f"{args.rows} prompts of 100 to 1,024 tokens, as many outputs: {steps} steps, Engine.step() {mean:.1f} us")
+    steps, seconds = alike_job(args.rows, args.prefix_cache)
+    print(f"1,000 prompts of 2,016 tokens, 2,000 in common: {steps} steps, {seconds:.3f} s")
 
 
 if __name__ == "__main__":

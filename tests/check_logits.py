@@ -65,7 +65,9 @@ def peer(config: ModelConfig, llm: LLM, dtype: torch.dtype) -> torch.nn.Module:
 @torch.inference_mode()
 def main(shape: str = "1B", device: str = "cuda") -> None:
     _, config = find_shape(shape)
-    llm = LLM(config, device=device, dtype="bfloat16", max_model_len=1024, num_kv_blocks=2048, run_ahead=0)
+    llm = LLM(
+        config, device=device, dtype="bfloat16", max_model_len=1024, num_kv_blocks=2048, run_ahead=0, prefix_cache=False
+    )
     prompt = torch.randint(0, 10000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     found = {}
     for batch in BATCHES:

@@ -23,7 +23,7 @@ from tinyvllm_cli.bench.environment import describe
 from tinyvllm_cli.bench.shapes import SHAPES, find_shape
 from tinyvllm_cli.bench.stats import percentile, std
 from tinyvllm_cli.bench.traffic import Ceiling, Model, Part, Work
-from tinyvllm_cli.bench.workloads import Case, Request, Workload, grid, nano, with_rate, workload_case
+from tinyvllm_cli.bench.workloads import Case, Request, Workload, grid, nano, prefix, with_rate, workload_case
 from tinyvllm_cli.checkpoint.config import read_config
 from tinyvllm_cli.checkpoint.index import open_checkpoint
 from tinyvllm_cli.checkpoint.names import map_weights, weights_layout
@@ -110,6 +110,17 @@ def test_the_mixed_job_is_the_one_of_the_targets() -> None:
     assert with_rate(nano(), 2.5).rate == 2.5
 
 
+def test_a_common_beginning_is_the_least_work_once() -> None:
+    """With the cache, the layers and the attention see the 2,000 common tokens once, and 32 of each prompt's own."""
+    case, model = workload_case(prefix(), 256), Model(SHAPES["Llama-3.2-1B"], 2)
+    assert (case.prompt_tokens, case.generated_tokens) == (2_032_000, 32_000)
+    cached, plain = model.of(case, True), model.of(case)
+    first, every, other = model.prefill(1, 2000), model.prefill(1, 32, depth=2000), model.prefill(1, 2032)
+    saved = 1000 * other.flops - 1000 * every.flops - (first.flops - model.head_flops)
+    assert plain.flops - cached.flops == pytest.approx(saved)
+    assert saved > 0.9 * plain.flops
+
+
 def test_a_grid_is_every_combination_once() -> None:
     cases = grid((512, 2048), (128,), (1, 8), (0, 4096))
     assert len(cases) == len(set(cases)) == 2 * 2 * 2 * 2
@@ -175,6 +186,7 @@ def test_what_is_not_the_same_work_has_its_reason() -> None:
     decode = Case("decode", 2, 16, 8, depth=32)
     job = workload_case(Workload("w", (Request(4, 4), Request(5, 5))), 2)
     late = workload_case(Workload("w", (Request(4, 4),), rate=1.0), 1)
+    alike = workload_case(Workload("w", (Request(4, 4),), common_tokens=2), 1)
     given_ids = workload_case(Workload("w", (Request(2, 4, (1, 2)),)), 1)
     for peer in PEERS:
         assert reason(peer, prefill) == reason(peer, decode) == ""
@@ -183,6 +195,7 @@ def test_what_is_not_the_same_work_has_its_reason() -> None:
     assert "padding" in reason("transformers", job)
     assert reason("vllm", job) == ""
     assert "prefix cache" in reason("vllm", given_ids)
+    assert "beginning" in reason("vllm", alike)
 
 
 def test_a_peer_that_is_missing_or_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

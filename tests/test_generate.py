@@ -52,7 +52,12 @@ def test_record(hello: Path) -> None:
         "text": HELLO,
         "token_ids": [*HELLO.encode(), EOS],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 2, "completion_tokens": 11, "total_tokens": 13},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 11,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
     first, *_, last = outcome.err.splitlines()
     assert first == f"model: {hello}"

@@ -299,3 +299,25 @@ def test_openai_batches_for_people_and_through_pipes(hello: Path) -> None:
     assert record["response"]["body"]["choices"][0]["text"] == HELLO
     outcome = generate(*piped, "--json", stdin=b"{")
     assert "not JSON" in outcome.records[0]["error"]["message"]
+
+
+# The prefix cache
+
+
+@pytest.mark.parametrize("form", ["jsonl", "openai"])
+def test_usage_and_last_line_tell_what_was_cached(tmp_path: Path, hello: Path, form: str) -> None:
+    """Four prompts of 11 tokens (BOS and 10 letters) of which 8 fill two blocks; the first finds nothing."""
+    texts = ["BBBBBBBBA" + letter for letter in "ABCD"]
+    lines: list[object] = [{"prompt": text} for text in texts]
+    if form == "openai":
+        lines = [request(text, "/v1/completions", prompt=text) for text in texts]
+    path = write_jsonl(tmp_path / "p.jsonl", lines)
+    common = ("--model", hello, "--json", "--raw", "--greedy", "--block-size", 4, "--prompts", path)
+    for option, expected in (("--prefix-cache", [0, 8, 8, 8]), ("--no-prefix-cache", [0, 0, 0, 0])):
+        outcome = generate(*common, option)
+        assert outcome.code == 0
+        bodies = [r["response"]["body"] if form == "openai" else r for r in outcome.records]
+        usages = [body["usage"] for body in bodies]
+        assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == expected
+        assert [usage["prompt_tokens"] for usage in usages] == [11] * 4
+        assert ("44 tokens in (24 cached, 54.5%), " in outcome.err) == any(expected)

@@ -83,7 +83,8 @@ def test_samples_are_those_of_prompts_with_their_seeds(dice: Path, tmp_path: Pat
     alone = [r["text"] for r in generate(*common, "--prompts", write_jsonl(tmp_path / "p.jsonl", lines)).records]
     (record,) = generate(*common, "A", "--n", 6, "--seed", 100).records
     assert [sample["text"] for sample in record["samples"]] == alone
-    assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 42, "total_tokens": 44}
+    usage = {"prompt_tokens": 2, "completion_tokens": 42, "total_tokens": 44}
+    assert record["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
     assert "text" not in record
     shown = generate(*common[:2], *common[3:], "A", "--n", 6, "--seed", 100, "--stream").out
     assert shown == "".join(f"[{place}] {text}\n" for place, text in enumerate(alone, 1))

@@ -1,7 +1,8 @@
 """The whole model through the paged engine, against transformers, whatever the limits; on the CPU and on CUDA.
 
 On the CPU (fp32) the tokens must be the oracle's. On CUDA (bf16) they may part from them only where the oracle's two
-best logits are closer than twice the error of torch's own bf16 forward on the same tokens.
+best logits are closer than twice the error of torch's own bf16 forward on the same tokens. The prefix cache, which
+would have repeated prompts computed in part only, has its own tests in test_model_prefix.py.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_tokens_equal_transformers(device: str, case: Callable[..., Case], name: str) -> None:
     """C01, C02 a and b, C08 a: prompts of 1, 7, 65 and 200 ids, 48 tokens, alone and all at once."""
     c = case(name.replace(" ", "_"), [1, 7, 65, 200], 48, **SHAPES[name])
-    llm = LLM(c.folder, device=device)
+    llm = LLM(c.folder, device=device, prefix_cache=False)
     c.check(generate(llm, c.prompts, 48), device)
     for i, prompt in enumerate(c.prompts):
         c.check(generate(llm, [prompt], 48), device, [i])
@@ -159,7 +160,7 @@ LENGTHS = [1, 2, 5, 9, 13, 15, 16, 17, 24, 31, 32, 33, 40, 47, 55, 60]
 def test_limits_do_not_change_tokens(device: str, case: Callable[..., Case], name: str) -> None:
     """C05, C07 a: 16 prompts of unequal length, whatever runs beside them, and in reverse order."""
     c = case("limits", LENGTHS, 40)
-    llm = LLM(c.folder, device=device, **LIMITS[name])
+    llm = LLM(c.folder, device=device, **LIMITS[name], prefix_cache=False)
     c.check(generate(llm, c.prompts, 40), device)
     backwards = list(range(len(c.prompts)))[::-1]
     c.check(generate(llm, [c.prompts[i] for i in backwards], 40), device, backwards)
@@ -170,7 +171,7 @@ def test_limits_do_not_change_tokens(device: str, case: Callable[..., Case], nam
 def test_repeats_are_equal(device: str, case: Callable[..., Case]) -> None:
     """The same job 50 times, with sampling too: every token the same."""
     c = case("limits", LENGTHS, 40)
-    llm = LLM(c.folder, device=device, max_num_seqs=8)
+    llm = LLM(c.folder, device=device, max_num_seqs=8, prefix_cache=False)
     for temperature in (0.0, 0.9):
         count = 50 if device == "cuda" else 3
         runs = [generate(llm, c.prompts, 12, temperature=temperature, seed=3) for _ in range(count)]
@@ -179,7 +180,7 @@ def test_repeats_are_equal(device: str, case: Callable[..., Case]) -> None:
 
 def test_sampling_does_not_depend_on_neighbours(device: str, case: Callable[..., Case]) -> None:
     c = case("limits", LENGTHS, 40)
-    llm = LLM(c.folder, device=device)
+    llm = LLM(c.folder, device=device, prefix_cache=False)
     params: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 5}
     together = generate(llm, c.prompts, 20, **params)
     alone = [generate(llm, [prompt], 20, **params)[0] for prompt in c.prompts]
@@ -221,8 +222,8 @@ def test_logits_are_as_near_as_torch(case: Callable[..., Case], device: str) -> 
     ids = c.prompts[2] + c.prompts[1]
     exact, plain = (logits_of(c.folder, ids, dtype) for dtype in DTYPES)
     allowed = 2 * float((plain - exact).abs().max()) if device == "cuda" else 1e-4
-    llm = LLM(c.folder, device=device)
-    chunked = LLM(c.folder, device=device, max_batched_tokens=16)
+    llm = LLM(c.folder, device=device, prefix_cache=False)
+    chunked = LLM(c.folder, device=device, max_batched_tokens=16, prefix_cache=False)
     for batch in (1, 3, 9):
         for model in (llm, chunked):
             generate(model, [ids] * batch, 1)

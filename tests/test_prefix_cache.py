@@ -263,3 +263,27 @@ def test_a_decode_does_nothing_for_the_cache(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(8):
             run.engine.step()
     run.run()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_of_a_prefill_that_is_broken_off_only_what_was_computed_is_found(run_ahead: int) -> None:
+    run = Checked(budget=10, run_ahead=run_ahead)
+    prompt = tokens(40)
+    first = run.add(prompt)
+    run.engine.step()
+    run.engine.step()
+    run.engine.abort(first.seq_id)
+    [second] = run.run(prompt)
+    assert second.num_cached == 20
+
+
+@pytest.mark.parametrize("count", [4, 8, 12, 16])
+def test_a_block_behind_a_forgotten_one_is_not_found_behind_its_successor(count: int) -> None:
+    run = Checked(blocks=6, rows=1, model_len=24, run_ahead=0)
+    prompt, other = tokens(8), tokens(16, seed=5)
+    run.run(prompt, params=ONE)  # keeps two blocks
+    [longer] = run.run(prompt, params=SamplingParams(max_tokens=6, ignore_eos=True))  # and a third behind them
+    third = longer.output_token_ids[:4]
+    run.run(other, params=ONE)  # takes the three empty blocks, and the second one, which was kept for longest
+    [last] = run.run([*other[:count], *third, 1], params=ONE)
+    assert last.num_cached == count

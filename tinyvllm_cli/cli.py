@@ -69,14 +69,12 @@ def inspect(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
     device: Annotated[Device, typer.Option("--device", help="What to plan for, as for generate.")] = Device.AUTO,
     dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most prompts that run at once.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt and its answer.")] = None,
-    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
-    kv_cache_memory: Annotated[
-        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Memory of the KV cache: 512MiB, 2G.")
-    ] = None,
-    memory_fraction: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the device memory to use.")] = 0.9,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_model_len: options.MaxModelLen = None,
+    max_batched_tokens: options.MaxBatchedTokens = None,
+    block_size: options.BlockSize = 16,
+    kv_cache_memory: options.KVCacheMemory = None,
+    memory_fraction: options.MemoryFraction = 0.9,
 ) -> None:
     """Show what is in a checkpoint and what it takes to run it. Reads no weights unless told to."""
 
@@ -153,16 +151,15 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
     device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.AUTO,
     dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most prompts that run at once.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt and its answer.")] = None,
-    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_model_len: options.MaxModelLen = None,
+    max_batched_tokens: options.MaxBatchedTokens = None,
+    block_size: options.BlockSize = 16,
     kv_blocks: Annotated[int | None, typer.Option(min=0, help="Blocks of the KV cache.")] = None,
-    kv_cache_memory: Annotated[
-        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Memory of the KV cache: 512MiB, 2G.")
-    ] = None,
-    memory_fraction: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the device memory to use.")] = 0.9,
-    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Do not capture CUDA graphs.")] = False,
+    kv_cache_memory: options.KVCacheMemory = None,
+    memory_fraction: options.MemoryFraction = 0.9,
+    prefix_cache: options.PrefixCache = True,
+    no_graphs: options.NoGraphs = False,
 ) -> None:
     """Answer prompts: from arguments, a file or standard input."""
 
@@ -219,6 +216,7 @@ def generate(
                 "num_kv_blocks": kv_blocks,
                 "kv_cache_memory": kv_cache_memory,
                 "memory_fraction": memory_fraction,
+                "prefix_cache": prefix_cache,
                 "graphs": not no_graphs,
             },
         )
@@ -250,7 +248,8 @@ def bench(
     ] = None,
     repetitions: Annotated[int | None, typer.Option("--repetitions", "-r", min=1, help="Samples of each row.")] = None,
     workload: Annotated[
-        str | None, typer.Option(metavar="nano|FILE", help="A mixed job, or a JSONL file of requests, as the test.")
+        str | None,
+        typer.Option(metavar="nano|prefix|FILE", help="A job as the test: mixed, alike, or a JSONL file of requests."),
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests of the workload arrive so many a second.")] = None,
     suite: Annotated[str | None, typer.Option(metavar="targets", help="The project's targets as the tests.")] = None,
@@ -271,13 +270,14 @@ def bench(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
     device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.AUTO,
     dtype: Annotated[DType, typer.Option("--dtype", help="Of weights, activations and cache.")] = DType.AUTO,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most prompts that run at once.")] = None,
-    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_batched_tokens: options.MaxBatchedTokens = None,
+    block_size: options.BlockSize = 16,
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Memory of the KV cache. Default: ample.")
     ] = None,
-    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Do not capture CUDA graphs.")] = False,
+    prefix_cache: options.PrefixCache = False,
+    no_graphs: options.NoGraphs = False,
 ) -> None:
     """Measure prefill, decode and whole jobs, beside what this machine can do."""
 
@@ -312,6 +312,7 @@ def bench(
                 "max_batched_tokens": max_batched_tokens,
                 "block_size": block_size,
                 "kv_cache_memory": kv_cache_memory,
+                "prefix_cache": prefix_cache,
                 "graphs": not no_graphs,
             },
         )

@@ -77,6 +77,7 @@ class RequestOutput:
         prompt: its text, None when it was given as messages or ids.
         prompt_token_ids: what the model saw: template, BOS and all.
         outputs: `n` answers, by index.
+        num_cached_tokens: tokens of the prompt that were in the prefix cache when its first answer was begun.
         first_token_s, total_s: seconds from submission to the first token, and to the last.
     """
 
@@ -84,6 +85,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
     first_token_s: float = 0.0
     total_s: float = 0.0
 
@@ -113,6 +115,7 @@ class _Request:
     params: SamplingParams
     streams: bool
     submitted: float
+    first: EngineSequence | None = None
     first_token: float = 0.0
 
 
@@ -126,11 +129,13 @@ class Requests:
 
     Attributes:
         prompt_tokens: tokens of the prompts whose answers have begun.
+        cached_tokens: those of them that were in the prefix cache.
         output_tokens: tokens generated.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.output_tokens = 0
         self._engine = engine
         self._tokenizer = tokenizer
@@ -167,10 +172,9 @@ class Requests:
         request_id, now = self._num_requests, time.perf_counter()
         output = RequestOutput(request_id, prompt, list(prompt_token_ids), [])
         request = _Request(output, params, streams and params.n == 1, now)
-        first: EngineSequence | None = None
         for index in range(params.n):
-            sequence = self._engine.add(output.prompt_token_ids, params.of_sample(index), first)
-            first = first or sequence
+            sequence = self._engine.add(output.prompt_token_ids, params.of_sample(index), request.first)
+            request.first = request.first or sequence
             needs_text = request.streams or bool(params.stop)
             decoder = IncrementalDecoder(self._tokenizer, self._hidden) if needs_text else None
             self._samples[sequence.seq_id] = _Sample(request, index, sequence, StopStrings(params.stop), decoder)
@@ -226,6 +230,9 @@ class Requests:
     def _begin(self, request: _Request) -> None:
         request.first_token = time.perf_counter()
         self.prompt_tokens += len(request.output.prompt_token_ids)
+        assert request.first is not None
+        request.output.num_cached_tokens = request.first.num_cached or 0
+        self.cached_tokens += request.output.num_cached_tokens
 
     def _show(self, sample: _Sample, text: str, told: list[TextPiece | RequestOutput]) -> None:
         if text:

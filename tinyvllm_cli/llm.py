@@ -55,6 +55,8 @@ class LLM:
             device's memory less all else, on the CPU at most 4 GiB and half of what is free.
         graphs: capture decode steps in CUDA graphs.
         run_ahead: steps launched before the tokens of earlier ones are read; default 1 on CUDA, 0 on the CPU.
+        prefix_cache: prompts that begin alike compute that beginning once; full blocks are kept for later prompts until
+            their space is needed.
         progress: told in words what is going on.
 
     Attributes:
@@ -79,6 +81,7 @@ class LLM:
         memory_fraction: float = MEMORY_FRACTION,
         graphs: bool = True,
         run_ahead: int | None = None,
+        prefix_cache: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self.warnings: list[str] = []
@@ -113,6 +116,7 @@ class LLM:
             memory_fraction=memory_fraction,
             graphs=graphs,
             run_ahead=run_ahead,
+            prefix_cache=prefix_cache,
         )
 
     def generate(
@@ -220,6 +224,7 @@ class LLM:
         memory_fraction: float,
         graphs: bool,
         run_ahead: int | None,
+        prefix_cache: bool,
     ) -> None:
         """Plans the memory and builds runner and engine around `weights`, which lie on `self.device`."""
         cuda = self.device.type == "cuda"
@@ -244,7 +249,7 @@ class LLM:
             ) from error
         pool = BlockPool(self.kv_plan.num_blocks, block_size)
         self.engine = Engine(
-            Scheduler(self.limits, pool),
+            Scheduler(self.limits, pool, prefix_cache),
             self.runner,
             run_ahead=(1 if cuda else 0) if run_ahead is None else run_ahead,
             eos_token_ids=config.eos_token_ids,

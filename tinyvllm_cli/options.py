@@ -142,3 +142,27 @@ def parse_counts(text: str | None, option: str, least: int = 0) -> tuple[int, ..
 def parse_words(text: str | None) -> tuple[str, ...]:
     """ "a,b" as words; nothing for None."""
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+# Options of the engine.
+
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache", help="Compute once what prompts have in common at their beginning."
+    ),
+]
+MaxNumSeqs = Annotated[int | None, typer.Option("--max-num-seqs", min=1, help="Most prompts that run at once.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option("--max-model-len", min=1, help="Most tokens of a prompt and its answer.")
+]
+MaxBatchedTokens = Annotated[int | None, typer.Option("--max-batched-tokens", min=1, help="Most tokens in one step.")]
+BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block of the KV cache.")]
+NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Do not capture CUDA graphs.")]
+KVCacheMemory = Annotated[
+    int | None,
+    typer.Option("--kv-cache-memory", parser=parse_bytes, metavar="SIZE", help="Memory of the KV cache: 512MiB, 2G."),
+]
+MemoryFraction = Annotated[
+    float, typer.Option("--memory-fraction", min=0.0, max=1.0, help="Share of the device memory to use.")
+]

@@ -66,6 +66,8 @@ def reason(name: str, case: Case) -> str:
         return "requests that arrive over time"
     if PEERS[name] == "transformers":
         return "it has no engine for requests of unequal length: padding would be other work"
+    if case.workload.common_tokens:
+        return "its prompts have their beginning in common"
     if any(request.token_ids for request in case.workload.requests):
         return "given prompts could be found in its prefix cache"
     return ""

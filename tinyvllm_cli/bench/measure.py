@@ -67,7 +67,7 @@ class Meter:
         if self.warmup:
             short = replace(case, generated_tokens=min(case.generated_tokens, WARMUP_STEPS))
             self._sample(case if case.workload else short)
-        preemptions = self.llm.engine.statistics.preemptions
+        before = replace(self.llm.engine.statistics)
         intervals: list[float] = []
         latencies: list[Run] = []
         while len(result.samples) < repetitions:
@@ -85,7 +85,9 @@ class Meter:
             latencies.append(run)
             if time.perf_counter() - began > budget_s:
                 break
-        result.preemptions = self.llm.engine.statistics.preemptions - preemptions
+        done = self.llm.engine.statistics
+        result.preemptions = done.preemptions - before.preemptions
+        result.cached_share = (done.cached_tokens - before.cached_tokens) / (done.prompt_tokens - before.prompt_tokens)
         result.peak_memory = self._peak()
         result.counted_tokens = (
             case.generated_tokens
@@ -95,7 +97,7 @@ class Meter:
         if result.rate is not None:
             result.latency = _latency(latencies)
         ceiling = self.ceiling if result.rate is None else None  # with arrivals the time is not the machine's alone
-        summarize(result, intervals, self._model.of(case), ceiling)
+        summarize(result, intervals, self._model.of(case, result.cached_share > 0), ceiling)
         return result
 
     def _sample(self, case: Case) -> tuple[float, int, Run]:
@@ -108,6 +110,9 @@ class Meter:
                 for i, r in enumerate(case.workload.requests)
             ]
             prompts = [self._prompt(r, case.workload.max_id) for r in case.workload.requests]
+            common = prompts[0][: case.workload.common_tokens]
+            for prompt in prompts:
+                prompt[: len(common)] = common
             run = self.run(prompts, params, self._arrivals(len(prompts), case.workload.rate))
             return run.seconds, run.steps, run
         one = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -32,6 +32,7 @@ class Result:
         gb_per_second, tflop_per_second: the least work by the median time.
         share_of_ceiling: floor / median time; None without a ceiling. bound: "memory" or "compute".
         peak_memory: bytes; of the device on CUDA, of the process so far on the CPU.
+        cached_share: of the prompts' tokens, those that were found in the prefix cache.
         latency: with arrival rates, milliseconds at p50, p90, p99: to the first token, between tokens, whole requests.
         target: the suite's row: floor, peer, must, aim, unit, value.
         peers: seconds and tokens of others at the same work.
@@ -62,6 +63,7 @@ class Result:
     share_of_ceiling: float | None = None
     peak_memory: int = 0
     preemptions: int = 0
+    cached_share: float = 0.0
     rate: float | None = None
     latency: dict[str, dict[str, float]] | None = None
     target: dict[str, Any] | None = None

@@ -94,6 +94,7 @@ class Session:
         arguments: dict[str, Any] = {
             "max_num_seqs": max(1, *(case.batch for case in self.cases)),
             "max_model_len": min(longest, self.config().max_position_embeddings),
+            "prefix_cache": False,
         }
         if "kv_cache_memory" not in given and "memory_fraction" not in given:
             arguments["num_kv_blocks"] = max(case.kv_blocks(block_size) for case in self.cases)

@@ -87,8 +87,11 @@ class Model:
             )
         )
 
-    def job(self, requests: tuple[Request, ...], max_num_seqs: int) -> Work:
-        """A job whose prompts are prefilled for themselves and whose tokens come in as few decode steps as can be."""
+    def job(self, requests: tuple[Request, ...], max_num_seqs: int, common: int = 0) -> Work:
+        """A job whose prompts are prefilled for themselves and whose tokens come in as few decode steps as can be.
+
+        The first `common` tokens are those of one prompt, and found in the cache by the others.
+        """
         decoded = [r.generated_tokens - 1 for r in requests]
         steps = max(*decoded, -(-sum(decoded) // max_num_seqs), 0)
         work = self.decode(1, 0, steps)
@@ -96,15 +99,19 @@ class Model:
             Part(work.parts[0].nbytes, sum(decoded) * self.layer_flops),
             Part(work.parts[1].nbytes, sum(decoded) * self.head_flops),
         ]
+        if common:
+            prefill = self.prefill(1, common, steps=0)
+            parts += [prefill.parts[0], prefill.parts[2]]
         for request, n in zip(requests, decoded, strict=True):
-            prefill = self.prefill(1, request.prompt_tokens, steps=0)
+            prefill = self.prefill(1, request.prompt_tokens - common, common, steps=0)
             parts += [prefill.parts[0], Part(0, self.head_flops), prefill.parts[2]]
             parts.append(self.decode(1, request.prompt_tokens, n).parts[2])
         return Work(tuple(parts))
 
-    def of(self, case: Case) -> Work:
+    def of(self, case: Case, prefix_cache: bool = False) -> Work:
         if case.workload is not None:
-            return self.job(case.workload.requests, case.batch)
+            common = case.workload.common_tokens if prefix_cache else 0
+            return self.job(case.workload.requests, case.batch, common)
         if case.test == "prefill":
             return self.prefill(case.batch, case.prompt_tokens, case.depth)
         return self.decode(case.batch, case.depth + case.prompt_tokens, case.generated_tokens)

@@ -35,6 +35,7 @@ class Workload:
         requests: in order of arrival.
         temperature: 0 is greedy.
         max_id: random ids are below it (and below the vocabulary's size).
+        common_tokens: so many tokens at the beginning of the prompts are the same for all, new ones in each run.
         rate: requests a second, arriving as a Poisson process; None submits all at once.
     """
 
@@ -42,6 +43,7 @@ class Workload:
     requests: tuple[Request, ...]
     temperature: float = 0.0
     max_id: int | None = None
+    common_tokens: int = 0
     rate: float | None = None
 
 
@@ -118,6 +120,11 @@ def nano() -> Workload:
     return Workload("nano", requests, temperature=0.6, max_id=NANO_IDS)
 
 
+def prefix() -> Workload:
+    """1,000 requests of 2,032 tokens, of which the first 2,000 are common, and 32 tokens out."""
+    return Workload("prefix", (Request(2032, 32),) * 1000, common_tokens=2000)
+
+
 def workload_case(workload: Workload, max_num_seqs: int) -> Case:
     return Case(
         "workload",
@@ -130,8 +137,8 @@ def workload_case(workload: Workload, max_num_seqs: int) -> Case:
 
 
 def find_workload(name: str) -> Workload:
-    """ "nano", or a JSONL file; see `read_workload`."""
-    return nano() if name == "nano" else read_workload(Path(name))
+    """ "nano", "prefix", or a JSONL file; see `read_workload`."""
+    return nano() if name == "nano" else prefix() if name == "prefix" else read_workload(Path(name))
 
 
 def read_workload(path: Path) -> Workload:
@@ -141,7 +148,7 @@ def read_workload(path: Path) -> Workload:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"the workload cannot be read: {reason}", where=str(path), fix="Give nano or a JSONL file."
+            f"the workload cannot be read: {reason}", where=str(path), fix="Give nano, prefix or a JSONL file."
         ) from error
     requests = [_request(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:

@@ -38,7 +38,7 @@ class BenchOptions:
         model: a checkpoint, as for `resolve_model`; shape: random weights, as for `find_shape`.
         prompts, generated, batches, depths: lengths and sizes of the tests; see `grid`.
         repetitions: samples of each row; None also lets a slow row have fewer.
-        workload: "nano" or a JSONL file, in place of the tests; rate: its arrivals a second.
+        workload: "nano", "prefix" or a JSONL file, in place of the tests; rate: its arrivals a second.
         suite: "targets", in place of the tests; only: words, one of which a row's name must contain.
         kernels: time every op alone at the tests' shapes, in place of the tests.
         compare: peers that do the same work afterwards; see `PEERS`.
@@ -215,7 +215,7 @@ def _cases(options: BenchOptions, device: str) -> list[Case]:
             exit_code=ExitCode.USAGE,
         )  # fmt: skip
     if options.rate is not None and not options.workload:
-        raise UserError("arrivals need requests", where="--rate", fix="Add --workload nano or --workload FILE.",
+        raise UserError("arrivals need requests", where="--rate", fix="Add --workload nano or another.",
                         exit_code=ExitCode.USAGE)  # fmt: skip
     if options.rate is not None and not 0 < options.rate < 1e9:
         raise UserError(f"{options.rate} is no rate", where="--rate", fix="Give a number above 0.",
@@ -259,7 +259,7 @@ def _settings(options: BenchOptions, session: Session) -> dict[str, Any]:
             "warmup": options.warmup,
             "seed": options.seed,
             "repetitions": options.repetitions or DEFAULTS[session.device]["repetitions"][0],
-            "prefix_cache": False,
+            "prefix_cache": arguments["prefix_cache"],
             "fresh_prompts": "random ids, new ones in each run",
             "engine": {key: arguments[key] for key in sorted(arguments)},
         },

@@ -68,6 +68,7 @@ class GenerateResult:
         num_records, num_errors: records there are, and how many of them are errors; those of a resumed file included.
         num_resumed: records that were in the file already.
         prompt_tokens, output_tokens: tokens of the prompts whose answers have begun, tokens generated.
+        cached_tokens: prompt tokens that were in the prefix cache.
         num_running, num_waiting: sequences in the engine.
         kv_use: share of the KV cache that is in use.
         load_s, generate_s: seconds until the model was ready, and since.
@@ -82,6 +83,7 @@ class GenerateResult:
     num_errors: int = 0
     num_resumed: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0

@@ -135,6 +135,7 @@ class Job:
         result, scheduler = self._result, self._llm.engine.scheduler
         result.generate_s = seconds
         result.prompt_tokens, result.output_tokens = self._requests.prompt_tokens, self._requests.output_tokens
+        result.cached_tokens = self._requests.cached_tokens
         result.num_running, result.num_waiting = scheduler.num_running, scheduler.num_waiting
         result.kv_use = scheduler.pool.num_used / scheduler.pool.num_blocks
         self._sink.progress(result)

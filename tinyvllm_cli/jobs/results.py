@@ -121,7 +121,12 @@ def _answer(completion: CompletionOutput) -> Record:
 
 def _usage(output: RequestOutput) -> Record:
     prompt, new = len(output.prompt_token_ids), sum(len(completion.token_ids) for completion in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+    }
 
 
 def _token(place: dict[int, Logprob]) -> Record:

@@ -33,6 +33,8 @@ def summary(result: Result) -> str:
         words = [f"{_rate(result)} tok/s", *words, f"{_number(result.ms_per_step)} ms a step"]
     if result.share_of_ceiling is not None:
         words.append(f"{result.share_of_ceiling:.1%} of the ceiling")
+    if result.cached_share:
+        words.append(f"{result.cached_share:.1%} of the prompts' tokens cached")
     if result.latency:
         first = result.latency["time_to_first_token_ms"]
         words.append(f"first token p50 {_number(first['p50'])} ms, p99 {_number(first['p99'])} ms")

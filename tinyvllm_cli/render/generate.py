@@ -180,7 +180,10 @@ def statistics_line(result: GenerateResult) -> str:
         parts.append(f"{result.num_resumed:,} of them from before")
     if result.device:
         rate = result.output_tokens / result.generate_s if result.generate_s > 0 else 0.0
-        parts.append(f"{result.prompt_tokens:,} tokens in, {result.output_tokens:,} out")
+        cached = ""
+        if result.cached_tokens:
+            cached = f" ({result.cached_tokens:,} cached, {result.cached_tokens / result.prompt_tokens:.1%})"
+        parts.append(f"{result.prompt_tokens:,} tokens in{cached}, {result.output_tokens:,} out")
         parts.append(f"{rate:,.1f} tokens/s")
         parts.append(f"loaded in {result.load_s:.1f} s, generated in {result.generate_s:.1f} s")
         parts.append(f"{result.device} {result.dtype}")
