@@ -96,16 +96,14 @@ class PrefixCache:
             num_stored: tokens.
             blocks: all that it has. Where the tree has another one for the same tokens, that one stays.
         """
-        chain = sequence.chain
-        if chain is None:
+        chain, size = sequence.chain, self._pool.block_size
+        if chain is None or num_stored // size <= chain.length:
             return
-        size = self._pool.block_size
-        tokens = sequence.prefix
-        if tokens is None:
+        if sequence.prefix is not None:
+            tokens = sequence.prefix[chain.length * size : num_stored]
+        else:
             known = sequence.prompt_token_ids + sequence.output_token_ids
             tokens = np.array(known[chain.length * size : num_stored], dtype=np.int32)
-        else:
-            tokens = tokens[chain.length * size : num_stored]
         data, size = tokens.tobytes(), 4 * size
         for end in range(size, len(data) + 1, size):
             name = chain.node, data[end - size : end]
