@@ -173,6 +173,8 @@ def test_a_line_depends_on_its_own_parameters_only(rand: Path, tmp_path: Path) -
             for changing in ("index", "line", "timing", "logprobs"):
                 record.pop(changing, None)
                 other.pop(changing, None)
+            for usage in (record["usage"], other["usage"]):
+                del usage["prompt_tokens_details"]  # what was cached depends on what ran before
             for sample in (*record.get("samples", ()), *other.get("samples", ())):
                 sample.pop("logprobs", None)
             assert record == other
