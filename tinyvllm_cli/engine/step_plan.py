@@ -47,6 +47,9 @@ class StepPlan:
     runner keeps, per row: the block table, the last sampled token and the sampling parameters. The plan carries only
     what changed in them; runners apply `row_updates` and `block_updates` before they compute.
 
+    A row may begin behind its first token, in blocks that other rows have filled or fill in this very step: in each
+    layer, a runner stores all K and V of a step before it reads any.
+
     Attributes:
         step: number of the plan, counted from 0.
         num_decodes: how many sequences (all of them first) decode one token whose id is `FROM_DEVICE`.

@@ -181,9 +181,10 @@ def facts_of(environment: dict[str, Any]) -> list[tuple[str, str]]:
     if ceiling:
         reading, rate = ceiling["read_bytes_per_second"] / 1e9, ceiling["matmul_flops_per_second"] / 1e12
         facts.append(("Ceiling", f"{reading:,.1f} GB/s reading, {rate:,.3g} TFLOP/s {ceiling['matmul_dtype']} matmul"))
-    warmup = "warm-up before each" if environment["settings"]["warmup"] else "no warm-up"
-    repetitions = environment["settings"]["repetitions"]
-    facts.append(("Samples", f"{repetitions} a row, {warmup}; fresh random prompts, no prefix cache"))
+    settings = environment["settings"]
+    warmup = "warm-up before each" if settings["warmup"] else "no warm-up"
+    cache = "with the" if settings["prefix_cache"] else "no"
+    facts.append(("Samples", f"{settings['repetitions']} a row, {warmup}; fresh random prompts, {cache} prefix cache"))
     return facts
 
 
