@@ -194,7 +194,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
                "partial results of sampling", (("sample", "sample"),)),
         Buffer("attention_counters", (s * k + 1,), "int32", "S x K + 1", "arrivals at split contexts, a queue", ALWAYS),
         Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
-        Buffer("step_inputs", (3 * t + 6 * s + 64,), "int32", "3T + 6S + 64",
+        Buffer("step_inputs", (3 * t + 8 * s + 64,), "int32", "3T + 8S + 64",
                "token ids, positions, slots, rows, lengths of a step", ALWAYS),
         Buffer("decode_state", (8, padded), "int32", "8 x ceil(S / 64) x 64",
                "rows, positions and tokens of a captured decode step", ALWAYS),

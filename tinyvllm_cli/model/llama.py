@@ -26,9 +26,11 @@ StageHook = Callable[[str, int], None]
 class Batch:
     """The device tensors of one step: T tokens of D sequences that decode, then of C chunks of prefill; all int32.
 
-    token_ids, positions, slots [T]; rows and context lengths of either kind [D], [C]; query_start [C + 1], offsets of
-    the chunks from the first token behind the decodes; sample_tokens [R] indexes the tokens whose logits are wanted,
-    None when they are all of them; max_query_len is the longest chunk.
+    token_ids, positions, slots [T]; rows and context lengths of either kind [D], [C]; query_start [C + 1], where the
+    tokens of each chunk begin; sample_tokens [R] indexes the tokens whose logits are wanted, None when they are all of
+    them; max_query_len is at least the longest chunk. All but sample_tokens may be padded: tokens have slot -1 then, no
+    chunk has them, and decodes have row -1 and length 0; what comes of them is unspecified. Chunks may take the place
+    of padded decodes.
     """
 
     token_ids: Tensor
@@ -58,6 +60,11 @@ class Llama:
 
     def forward(self, batch: Batch, num_splits: int, hook: StageHook | None = None) -> Tensor:
         """Runs one step: stores K and V of every token and returns the fp32 logits [R, V] of the sampled ones."""
+        self.trunk(batch, num_splits, hook)
+        return self.logits(batch, hook)
+
+    def trunk(self, batch: Batch, num_splits: int, hook: StageHook | None = None) -> None:
+        """All layers and the last norm: stores K and V of every token, and leaves what `logits` needs."""
         c, w, b = self.config, self.weights, self.buffers
         done: StageHook = hook or (lambda stage, layer: None)
         num_tokens = batch.token_ids.size(0)
@@ -90,18 +97,24 @@ class Llama:
             ops.linear(projection, activation, layer.down)
             done("down", i)
         ops.add_rms_norm(normed, hidden, projection, w.final_norm, c.rms_norm_eps)
-        rows = normed
-        if batch.sample_tokens is not None:
-            rows = b["sample_hidden"][: batch.sample_tokens.size(0)]
-            torch.index_select(normed, 0, batch.sample_tokens, out=rows)
         done("final_norm", -1)
+
+    def logits(self, batch: Batch, hook: StageHook | None = None) -> Tensor:
+        """The fp32 logits [R, V] of the sampled tokens, behind `trunk` of the same batch."""
+        b = self.buffers
+        rows = b["normed"][: batch.token_ids.size(0)]
+        if batch.sample_tokens is not None:
+            rows = torch.index_select(
+                rows, 0, batch.sample_tokens, out=b["sample_hidden"][: batch.sample_tokens.size(0)]
+            )
         logits = b["logits"][: rows.size(0)]
-        ops.linear(logits, rows, w.lm_head)
-        done("logits", -1)
+        ops.linear(logits, rows, self.weights.lm_head)
+        if hook:
+            hook("logits", -1)
         return logits
 
     def attend(self, out: Tensor, qkv: Tensor, kv_cache: Tensor, batch: Batch, num_splits: int) -> None:
-        """Decoding rows by `attention_decode`, the chunks behind them by `attention_prefill`."""
+        """Decoding rows by `attention_decode`; then the chunks by `attention_prefill`, also over zeros of padding."""
         n = batch.decode_rows.size(0)
         q = qkv[:, : self.config.num_heads * self.config.head_dim]
         if n:
@@ -119,8 +132,8 @@ class Llama:
             )
         if batch.chunk_rows is not None and batch.chunk_lens is not None and batch.query_start is not None:
             ops.attention_prefill(
-                out[n:],
-                q[n:],
+                out,
+                q,
                 kv_cache,
                 self.block_table,
                 batch.chunk_rows,

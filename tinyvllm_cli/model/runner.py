@@ -18,6 +18,7 @@ from torch import Tensor
 from tinyvllm_cli import ops
 from tinyvllm_cli.engine.step_plan import StepLogprobs
 from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decode_splits
+from tinyvllm_cli.model.graphs import CudaCapture, StepGraphs, decode_bucket, padded_size, step_size
 from tinyvllm_cli.model.llama import Batch, Llama, StageHook
 from tinyvllm_cli.model.rope import rope_table
 from tinyvllm_cli.model.sampling import SamplingState
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from tinyvllm_cli.engine.step_plan import StepPlan
 
 Int32Array = npt.NDArray[np.int32]
-BUCKETS = (*range(1, 9), 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Batch sizes that decode is captured for; a batch runs in the smallest one that holds it, padded with rows -1."""
 IN_FLIGHT = 4
 """Steps that may be launched and not yet collected."""
 ALIGN = 4
@@ -42,8 +41,8 @@ class ModelRunner:
     Args:
         config, weights: the model; weights decide device and activation dtype.
         limits, plan, kv_plan: what `memory.plan` made of them; the runner allocates exactly that.
-        graphs: capture decode steps in CUDA graphs (CUDA only).
-        hook: called after each stage of an eager step.
+        graphs: capture all but large steps in CUDA graphs (CUDA only).
+        hook: called after each stage of a step; none is captured then.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class ModelRunner:
         self.config, self.limits, self.hook = config, limits, hook
         self.device = weights.embed.device
         self.cuda = self.device.type == "cuda"
-        self.graphs = graphs and self.cuda
         self.arena = torch.empty(plan.total_bytes, dtype=torch.uint8, device=self.device)
         self.buffers = {b.name: _view(self.arena, b.offset, b.shape, b.dtype) for b in plan.buffers}
         self.kv_cache = torch.empty(
@@ -85,8 +83,8 @@ class ModelRunner:
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
         if self.stream:  # weights and buffers were filled on the current stream
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by bucket, and whether with penalties
-        self.replayed_rows: Int32Array | None = None  # rows of the last step, if that was a graph's
+        self.graphs = StepGraphs(CudaCapture(self.stream)) if self.stream and graphs else None
+        self.decoding: Int32Array | None = None  # rows of the last step, if its decode state was on the device
         size = self.buffers["step_inputs"].size(0)
         self.uploads = [_host(size, self.cuda) for _ in range(IN_FLIGHT)]
         self.downloads = [_host(limits.max_num_seqs, self.cuda) for _ in range(IN_FLIGHT)]
@@ -104,7 +102,8 @@ class ModelRunner:
         self.launched += 1
         with torch.inference_mode(), self._on_stream():
             self._update_state(plan)
-            sampled = self._replay(plan, slot) if self.graphs and plan.is_decode_only else self._eager(plan, slot)
+            step = self._decode_step if self.graphs and plan.is_decode_only and not self.hook else self._step
+            sampled = step(plan, slot)
             self.downloads[slot][: sampled.size(0)].copy_(sampled, non_blocking=True)
             if plan.wants_logprobs:
                 self._download_logprobs(slot, sampled.size(0))
@@ -159,46 +158,68 @@ class ModelRunner:
         # From pageable memory CUDA stages the bytes before it returns: the source may be reused at once.
         return tensor.to(self.device, non_blocking=True)
 
-    def _upload(self, slot: int, arrays: list[Int32Array]) -> list[Tensor]:
-        """Copies int32 arrays to the device in one transfer and returns their views there."""
+    def _upload(self, slot: int, arrays: list[tuple[Int32Array, int, int]]) -> list[Tensor]:
+        """Copies int32 arrays to the device in one transfer, each padded to a length with a value.
+
+        Returns their views there, which lie where the lengths say: a graph finds them again.
+        """
         host, target = self.uploads[slot], self.buffers["step_inputs"]
         staging = host.numpy()
         views, offset = [], 0
-        for array in arrays:
+        for array, length, padding in arrays:
             staging[offset : offset + len(array)] = array
-            views.append(target[offset : offset + len(array)])
-            offset += -(-len(array) // ALIGN) * ALIGN
+            staging[offset + len(array) : offset + length] = padding
+            views.append(target[offset : offset + length])
+            offset += -(-length // ALIGN) * ALIGN
         target[:offset].copy_(host[:offset], non_blocking=True)
         return views
 
-    def _eager(self, plan: StepPlan, slot: int) -> Tensor:
-        self.replayed_rows = None
-        n = plan.num_decodes
-        arrays = [
-            plan.token_ids,
-            plan.positions,
-            plan.slots,
-            plan.rows[:n],
-            plan.context_lens[:n],
-            plan.sample_tokens,
-            plan.rows[plan.sample_seqs],
-            plan.sample_positions,
-        ]
-        if not plan.is_decode_only:
-            arrays += [plan.rows[n:], plan.context_lens[n:], plan.query_start[n:] - np.int32(n)]
-        inputs = self._upload(slot, arrays)
-        token_ids, positions, slots, rows, context_lens, sample_tokens, sample_rows, sample_positions = inputs[:8]
+    def _step(self, plan: StepPlan, slot: int) -> Tensor:
+        """A step whose inputs come from the host; padded, and by a graph in the end, if it is not large.
+
+        What attention_decode reads early is right in a graph (see launch.h): nothing starts in a graph before all that
+        was put into the stream ahead of it has ended. That is the upload of rows, lengths and block table, and every
+        step that stored K and V of a decoding row's earlier positions; this step stores at other places.
+        """
+        self.decoding = None
+        n, exact = plan.num_decodes, step_size(plan)
+        padded = padded_size(exact, self.limits) if self.graphs and not self.hook else None
+        tokens, decodes, chunks, longest = size = padded or exact
+        samples = len(plan.sample_seqs)
+        token_ids, positions, slots, rows, context_lens, *chunk_inputs, sample_tokens, sample_rows, sample_positions = (
+            self._upload(
+                slot,
+                [
+                    (plan.token_ids, tokens, 0),
+                    (plan.positions, tokens, 0),
+                    (plan.slots, tokens, -1),
+                    (plan.rows[:n], decodes, -1),
+                    (plan.context_lens[:n], decodes, 0),
+                    (plan.rows[n:], chunks, -1),
+                    (plan.context_lens[n:], chunks, 0),
+                    (plan.query_start[n:], chunks + 1, plan.num_tokens),
+                    (plan.sample_tokens, samples, 0),
+                    (plan.rows[plan.sample_seqs], samples, 0),
+                    (plan.sample_positions, samples, 0),
+                ],
+            )
+        )
         if n:
-            torch.index_select(self.last_tokens, 0, rows, out=token_ids[:n])
+            torch.index_select(self.last_tokens, 0, rows[:n], out=token_ids[:n])
         batch = Batch(token_ids, positions, slots, rows, context_lens)
-        if not plan.is_decode_only:
-            batch.chunk_rows, batch.chunk_lens, batch.query_start = inputs[8:]
-            batch.max_query_len = int(np.diff(plan.query_start[n:]).max())
-        if len(plan.sample_tokens) < plan.num_tokens:
+        if chunks:
+            batch.chunk_rows, batch.chunk_lens, batch.query_start = chunk_inputs
+            batch.max_query_len = longest
             batch.sample_tokens = sample_tokens
-        logits = self.model.forward(batch, decode_splits(max(n, 1), self.config.num_kv_heads), self.hook)
-        sampled = self.sampled[: len(plan.sample_seqs)]
-        if len(plan.sample_seqs):
+        num_splits = decode_splits(max(decodes, 1), self.config.num_kv_heads)
+        if self.graphs and padded:
+            self.graphs.run(size, lambda: self.model.trunk(batch, num_splits))
+        else:
+            self.model.trunk(batch, num_splits, self.hook)
+        # How many rows are sampled changes from step to step: their logits and all behind them are launched one by one.
+        sampled = self.sampled[:samples]
+        if samples:
+            logits = self.model.logits(batch, self.hook)
             self._sample(sampled, logits, sample_rows, sample_positions, self.params.any_penalties(plan.rows))
             if plan.wants_logprobs:
                 self._logprobs(sampled, logits, sample_rows)
@@ -232,39 +253,20 @@ class ModelRunner:
         values, ids = self.buffers["logprob_values"][:count], self.buffers["logprob_ids"][:count]
         ops.logprobs(values, ids, logits, sampled, rows, self.params.num_logprobs)
 
-    def _replay(self, plan: StepPlan, slot: int) -> Tensor:
-        """One decode step by its captured graph; nothing is uploaded while the same rows go on decoding."""
-        bucket, num_seqs = self._bucket(plan.num_seqs), plan.num_seqs
-        kind = bucket, self.params.any_penalties(plan.rows)
-        if kind not in self.captured:
-            self._capture(*kind)
-            self.replayed_rows = None
-        if self.replayed_rows is not plan.rows:  # the scheduler keeps the array while the same rows go on
-            padding = np.full(bucket - plan.num_seqs, -1, dtype=np.int32)
-            rows, positions = self._upload(
-                slot, [np.concatenate((plan.rows, padding)), np.concatenate((plan.positions, padding))]
-            )
+    def _decode_step(self, plan: StepPlan, slot: int) -> Tensor:
+        """A step of decodes only, by its graph; nothing is uploaded while the same rows go on decoding."""
+        assert self.graphs is not None
+        bucket, num_seqs = decode_bucket(plan.num_seqs, self.limits), plan.num_seqs
+        if self.decoding is not plan.rows:  # the scheduler keeps the array while the same rows go on
+            rows, positions = self._upload(slot, [(plan.rows, bucket, -1), (plan.positions, bucket, -1)])
             self.decode_rows[:bucket].copy_(rows)
             self.next_positions[:bucket].copy_(positions)
-            self.replayed_rows = plan.rows
-        self.captured[kind].replay()
+            self.decoding = plan.rows
+        penalties = self.params.any_penalties(plan.rows)
+        self.graphs.run((bucket, penalties), lambda: self._decode(bucket, penalties))
         if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
             self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
         return self.sampled[:num_seqs]
-
-    def _bucket(self, num_seqs: int) -> int:
-        largest = self.limits.max_num_seqs
-        return next((b for b in BUCKETS if num_seqs <= b <= largest), largest)
-
-    def _capture(self, bucket: int, penalties: bool) -> None:
-        bucket_rows = self.decode_rows[:bucket]
-        bucket_rows.fill_(-1)  # padding only: the warm-up and the capture change nothing
-        self._decode(bucket, penalties)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.captured.values())).pool() if self.captured else None
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            self._decode(bucket, penalties)
-        self.captured[bucket, penalties] = graph
 
     def _decode(self, bucket: int, penalties: bool) -> None:
         rows, context_lens = self.decode_rows[:bucket], self.context_lens[:bucket]
