@@ -249,7 +249,7 @@ def bench(
     repetitions: Annotated[int | None, typer.Option("--repetitions", "-r", min=1, help="Samples of each row.")] = None,
     workload: Annotated[
         str | None,
-        typer.Option(metavar="nano|prefix|FILE", help="A job as the test: mixed, alike, or a JSONL file of requests."),
+        typer.Option(metavar="nano|prefix|64+8192|FILE", help="A job: mixed, alike, a late long prompt; JSONL."),
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests of the workload arrive so many a second.")] = None,
     suite: Annotated[str | None, typer.Option(metavar="targets", help="The project's targets as the tests.")] = None,

@@ -66,7 +66,8 @@ class Meter:
         self._start_peak()
         if self.warmup:
             short = replace(case, generated_tokens=min(case.generated_tokens, WARMUP_STEPS))
-            self._sample(case if case.workload else short)
+            for _ in range(1 if case.workload and not case.workload.interference else 2):
+                self._sample(case if case.workload else short)  # a step of any size is captured when it comes again
         before = replace(self.llm.engine.statistics)
         intervals: list[float] = []
         latencies: list[Run] = []
@@ -94,9 +95,8 @@ class Meter:
             if case.workload
             else case.batch * (case.prompt_tokens if case.test == "prefill" else case.generated_tokens)
         )
-        if result.rate is not None:
-            result.latency = _latency(latencies)
-        ceiling = self.ceiling if result.rate is None else None  # with arrivals the time is not the machine's alone
+        result.latency = _latency(latencies) or None
+        ceiling = None if result.latency else self.ceiling  # with arrivals the time is not the machine's alone
         summarize(result, intervals, self._model.of(case, result.cached_share > 0), ceiling)
         return result
 
@@ -113,7 +113,10 @@ class Meter:
             common = prompts[0][: case.workload.common_tokens]
             for prompt in prompts:
                 prompt[: len(common)] = common
-            run = self.run(prompts, params, self._arrivals(len(prompts), case.workload.rate))
+            arrivals = self._arrivals(len(prompts), case.workload.rate)
+            if case.workload.interference:
+                arrivals = [0.0] * (len(prompts) - 1) + [float("inf")]
+            run = self.run(prompts, params, arrivals)
             return run.seconds, run.steps, run
         one = SamplingParams(max_tokens=1, ignore_eos=True)
         if case.test == "decode":
@@ -130,8 +133,11 @@ class Meter:
     def run(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], arrivals: Sequence[float] | None = None
     ) -> Run:
-        """Submits the prompts, at once or at their `arrivals` (seconds from now, ascending), and runs them to their
-        end."""
+        """Submits the prompts, at once or at their `arrivals`, and runs them to their end.
+
+        Arrivals are in seconds from now, ascending; infinity for the last one means when all the others decode, and
+        that only what comes from then to its first token counts for latencies.
+        """
         engine, result = self.llm.engine, Run()
         before, clock = engine.statistics.steps, time.perf_counter
         start = clock()
@@ -151,14 +157,15 @@ class Meter:
         return result
 
     def _run_arrivals(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], due: Sequence[float], result: Run
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], due: list[float], result: Run
     ) -> list[Any]:
-        engine, clock = self.llm.engine, time.perf_counter
+        engine, clock, count = self.llm.engine, time.perf_counter, len(prompts)
+        interference = due[-1] == float("inf")
         sequences: list[Any] = []
         arrived: dict[int, float] = {}
         last: dict[int, float] = {}
-        while engine.has_work or len(sequences) < len(prompts):
-            while len(sequences) < len(prompts) and due[len(sequences)] <= clock():
+        while engine.has_work or len(sequences) < count:
+            while len(sequences) < count and due[len(sequences)] <= clock():
                 i = len(sequences)
                 sequences.append(engine.add(prompts[i], params[i]))
                 arrived[sequences[i].seq_id] = due[i]
@@ -168,15 +175,18 @@ class Meter:
             events = engine.step()
             now = clock()
             result.step_ends.append(now)
+            counts = not interference or len(last) < len(sequences) == count
             for event in events:
                 if isinstance(event, TokenEvent):
-                    if event.seq_id in last:
-                        result.between_tokens.append(now - last[event.seq_id])
-                    else:
+                    before, last[event.seq_id] = last.get(event.seq_id), now
+                    if counts and before is None:
                         result.first_token.append(now - arrived[event.seq_id])
-                    last[event.seq_id] = now
-                else:
+                    elif counts and before is not None:
+                        result.between_tokens.append(now - before)
+                elif counts:
                     result.request.append(now - arrived[event.seq_id])
+            if interference and due[-1] > now and len(last) == count - 1:
+                due[-1] = now
         return sequences
 
     def _prompts(self, batch: int, length: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ class Workload:
         max_id: random ids are below it (and below the vocabulary's size).
         common_tokens: so many tokens at the beginning of the prompts are the same for all, new ones in each run.
         rate: requests a second, arriving as a Poisson process; None submits all at once.
+        interference: the last request comes when all the others decode; latencies are of the time until its first
+            token.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Workload:
     max_id: int | None = None
     common_tokens: int = 0
     rate: float | None = None
+    interference: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,12 @@ def prefix() -> Workload:
     return Workload("prefix", (Request(2032, 32),) * 1000, common_tokens=2000)
 
 
+def interference(running: int, arriving: int) -> Workload:
+    """`running` sequences decode when a prompt of `arriving` tokens comes."""
+    requests = (Request(64, 192),) * running + (Request(arriving, 1),)
+    return Workload(f"{running}+{arriving}", requests, interference=True)
+
+
 def workload_case(workload: Workload, max_num_seqs: int) -> Case:
     return Case(
         "workload",
@@ -137,7 +147,9 @@ def workload_case(workload: Workload, max_num_seqs: int) -> Case:
 
 
 def find_workload(name: str) -> Workload:
-    """ "nano", "prefix", or a JSONL file; see `read_workload`."""
+    """ "nano", "prefix", "64+8192" (see `interference`), or a JSONL file (see `read_workload`)."""
+    if numbers := re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", name):
+        return interference(int(numbers[1]), int(numbers[2]))
     return nano() if name == "nano" else prefix() if name == "prefix" else read_workload(Path(name))
 
 
@@ -148,7 +160,7 @@ def read_workload(path: Path) -> Workload:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"the workload cannot be read: {reason}", where=str(path), fix="Give nano, prefix or a JSONL file."
+            f"the workload cannot be read: {reason}", where=str(path), fix="Give nano, prefix, 64+8192 or a JSONL file."
         ) from error
     requests = [_request(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:

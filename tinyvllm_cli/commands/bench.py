@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class BenchOptions:
         model: a checkpoint, as for `resolve_model`; shape: random weights, as for `find_shape`.
         prompts, generated, batches, depths: lengths and sizes of the tests; see `grid`.
         repetitions: samples of each row; None also lets a slow row have fewer.
-        workload: "nano", "prefix" or a JSONL file, in place of the tests; rate: its arrivals a second.
+        workload: as for `find_workload`, in place of the tests; rate: its arrivals a second.
         suite: "targets", in place of the tests; only: words, one of which a row's name must contain.
         kernels: time every op alone at the tests' shapes, in place of the tests.
         compare: peers that do the same work afterwards; see `PEERS`.
@@ -225,6 +225,9 @@ def _cases(options: BenchOptions, device: str) -> list[Case]:
         return suite.suite_cases(options.suite, options.only)
     if options.workload:
         workload = with_rate(find_workload(options.workload), options.rate)
+        bound = options.engine.get("max_batched_tokens")
+        if workload.interference and bound:
+            workload = replace(workload, name=f"{workload.name}, {bound} a step")
         limit = options.engine.get("max_num_seqs") or (256 if device == "cuda" else 32)
         return [workload_case(workload, n) for n in options.batches or (limit,)]
     cases = grid(

@@ -38,6 +38,8 @@ def summary(result: Result) -> str:
     if result.latency:
         first = result.latency["time_to_first_token_ms"]
         words.append(f"first token p50 {_number(first['p50'])} ms, p99 {_number(first['p99'])} ms")
+        if "time_between_tokens_ms" in result.latency:
+            words.append(f"tokens apart p99 {_number(result.latency['time_between_tokens_ms']['p99'])} ms")
     if result.target:
         words.append(
             f"must {result.target['must']}, aim {result.target['aim'] or 'none'}, met: {_verdict(result.target)}"
@@ -142,7 +144,7 @@ def _baseline_rows(result: BenchResult) -> Rows:
 
 def _latency_rows(result: BenchResult) -> Rows:
     return [
-        (label(row), f"{row.rate:g}/s", name.removesuffix("_ms").replace("_", " "), *map(_number, values.values()))
+        (label(row), f"{row.rate:g}/s" if row.rate else "", name.removesuffix("_ms").replace("_", " "), *map(_number, values.values()))
         for row in result.results
         for name, values in (row.latency or {}).items()
     ]
