@@ -121,7 +121,7 @@ def test_warm_up_is_no_sample_and_prompts_are_always_new(
     content = strict_json(out)
     assert content["environment"]["settings"]["warmup"] is warmup
     assert [len(row["samples"]) for row in content["results"]] == [3, 3]
-    rounds = 3 + warmup
+    rounds = 3 + 2 * warmup
     again = content["results"][1]["discarded"]
     assert [wanted for _, wanted in runs] == [1] * rounds + [1, 5] * (rounds + again)
     prompts = [tuple(prompt) for batch, _ in runs for prompt in batch]

@@ -20,7 +20,7 @@ computes what they have in common. Blocks of generated tokens can be found once 
 from __future__ import annotations
 
 from collections import deque
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ class Scheduler:
         self._decode_rows = _frozen(np.zeros(0, dtype=np.int32))
         self._decoding_wants_logprobs = False
         self._decoding_changed = False
-        self._arange = _frozen(np.arange(rows + 1, dtype=np.int32))
+        self._arange = _frozen(np.arange(max(rows, limits.max_model_len, limits.block_size) + 1, dtype=np.int32))
         self._from_device = _frozen(np.full(rows, FROM_DEVICE, dtype=np.int32))
         self._no_updates = _frozen(np.zeros((0, 3), dtype=np.int32))
 
@@ -174,6 +174,8 @@ class Scheduler:
                 self._decode_rows = _frozen(np.array([s.row for s in self._decoding], dtype=np.int32))
                 self._decoding_wants_logprobs = _want_logprobs(self._decoding)
                 self._decoding_changed = False
+            if not self._decoding:
+                return self._no_updates
             columns = self._num_computed[self._decode_rows] // self.pool.block_size
             starting = np.flatnonzero(columns == self._num_blocks[self._decode_rows])
             if len(starting) <= self.pool.num_free:
@@ -268,30 +270,29 @@ class Scheduler:
         token_ids, block_updates = self._from_device[:num_decodes], decode_updates
         positions = self._num_computed[rows]
         context_lens = sample_positions = positions + 1
-        token_rows = rows
+        columns = positions // self.pool.block_size
+        slots = (self._table[rows, columns] - columns) * self.pool.block_size + positions
         if chunks:
-            rows = np.concatenate((rows, np.array([s.row for s, _ in chunks], dtype=np.int32)))
-            counts = np.array([1] * num_decodes + [count for _, count in chunks], dtype=np.int32)
-            query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-            np.cumsum(counts, out=query_start[1:])
-            starts = self._num_computed[rows]
-            context_lens = starts + counts
-            token_rows = np.repeat(rows, counts)
-            positions = np.arange(len(token_rows), dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
-            ids = [token_ids]
-            reached = [True] * num_decodes
-            for (sequence, _), start, end in zip(chunks, starts[num_decodes:], context_lens[num_decodes:], strict=True):
+            chunk_rows = np.array([s.row for s, _ in chunks], dtype=np.int32)
+            rows = np.concatenate((rows, chunk_rows))
+            chunk_starts = np.array(list(accumulate((count for _, count in chunks), initial=num_decodes)), np.int32)
+            query_start = np.concatenate((query_start[:-1], chunk_starts))
+            starts = self._num_computed[chunk_rows]
+            ends = starts + np.diff(chunk_starts)
+            context_lens = np.concatenate((context_lens, ends))
+            tokens = [(token_ids, positions, slots)]
+            reached = list(range(num_decodes))
+            for (sequence, _), start, end in zip(chunks, starts.tolist(), ends.tolist(), strict=True):
                 assert sequence.prefix is not None
-                ids.append(sequence.prefix[start:end])
-                reached.append(len(sequence.prefix) == end)
-            token_ids = np.concatenate(ids)
-            sample_seqs = np.flatnonzero(reached).astype(np.int32)
+                tokens.append((sequence.prefix[start:end], self._arange[start:end], self._slots(sequence, start, end)))
+                if end == len(sequence.prefix):
+                    reached.append(num_decodes + len(tokens) - 2)
+            token_ids, positions, slots = (np.concatenate(parts) for parts in zip(*tokens, strict=True))
+            sample_seqs = np.array(reached, dtype=np.int32)
             sample_tokens = query_start[sample_seqs + 1] - 1
             sample_positions = context_lens[sample_seqs]
-            sampled = self._decoding + [s for (s, _), r in zip(chunks, reached[num_decodes:], strict=True) if r]
+            sampled = self._decoding + [chunks[i - num_decodes][0] for i in reached[num_decodes:]]
             block_updates = np.concatenate((decode_updates, *(self._row_blocks(s.row) for s in admitted)))
-        columns = positions // self.pool.block_size
-        offsets = positions - columns * self.pool.block_size
         return StepPlan(
             step=self.num_steps,
             num_decodes=num_decodes,
@@ -300,7 +301,7 @@ class Scheduler:
             context_lens=_frozen(context_lens),
             token_ids=_frozen(token_ids),
             positions=_frozen(positions),
-            slots=_frozen(self._table[token_rows, columns] * self.pool.block_size + offsets),
+            slots=_frozen(slots),
             sample_seqs=_frozen(sample_seqs),
             sample_tokens=_frozen(sample_tokens),
             sample_positions=_frozen(sample_positions),
@@ -310,10 +311,19 @@ class Scheduler:
             wants_logprobs=self._decoding_wants_logprobs or _want_logprobs(sampled[num_decodes:]),
         ), sampled
 
+    def _slots(self, sequence: Sequence, start: int, end: int) -> Int32Array:
+        """Where K and V of a sequence's tokens `start` to `end` are stored, int32 [end - start]."""
+        size = self.pool.block_size
+        first = start // size
+        blocks = self._table[sequence.row, first : -(-end // size)]
+        return np.add.outer(blocks * size, self._arange[:size]).ravel()[start - first * size : end - first * size]
+
     def _row_blocks(self, row: int) -> Int32Array:
         """All blocks of a row as block updates, int32 [U, 3]."""
         blocks = self._table[row, : self._num_blocks[row]]
-        return np.stack((np.full_like(blocks, row), np.arange(len(blocks), dtype=np.int32), blocks), axis=1)
+        updates = np.empty((len(blocks), 3), dtype=np.int32)
+        updates[:, 0], updates[:, 1], updates[:, 2] = row, self._arange[: len(blocks)], blocks
+        return updates
 
 
 def _want_logprobs(sequences: list[Sequence]) -> bool:

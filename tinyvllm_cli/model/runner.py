@@ -148,11 +148,13 @@ class ModelRunner:
             self.params.update(plan.row_updates)
         if plan.histories:
             self.params.remember(plan.histories)
-        if len(plan.block_updates):
+        if count := len(plan.block_updates):
             row, column, block = plan.block_updates.T
-            index = torch.from_numpy(row.astype(np.int64) * self.block_table.size(1) + column)
-            blocks = torch.from_numpy(block.copy())
-            self.block_table.view(-1).index_copy_(0, self._to_device(index), self._to_device(blocks))
+            both = np.empty(3 * count, dtype=np.int32)  # indices as int64, then blocks: one transfer
+            both[: 2 * count].view(np.int64)[:] = row.astype(np.int64) * self.block_table.size(1) + column
+            both[2 * count :] = block
+            index, blocks = self._to_device(torch.from_numpy(both)).tensor_split([2 * count])
+            self.block_table.view(-1).index_copy_(0, index.view(torch.int64), blocks)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         # From pageable memory CUDA stages the bytes before it returns: the source may be reused at once.

@@ -144,7 +144,12 @@ def _baseline_rows(result: BenchResult) -> Rows:
 
 def _latency_rows(result: BenchResult) -> Rows:
     return [
-        (label(row), f"{row.rate:g}/s" if row.rate else "", name.removesuffix("_ms").replace("_", " "), *map(_number, values.values()))
+        (
+            label(row),
+            f"{row.rate:g}/s" if row.rate else "",
+            name.removesuffix("_ms").replace("_", " "),
+            *map(_number, values.values()),
+        )
         for row in result.results
         for name, values in (row.latency or {}).items()
     ]

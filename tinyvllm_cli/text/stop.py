@@ -18,13 +18,17 @@ class StopStrings:
     def __init__(self, stops: Collection[str]) -> None:
         self.found: str | None = None
         self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
+        self._beginnings = frozenset(stop[:length] for stop in self._stops for length in range(1, len(stop)))
+        self._longest = max(map(len, self._beginnings), default=0)
         self._held = ""
 
     def push(self, text: str) -> str:
         """What may be shown now that `text` has come; nothing more once a stop string is found."""
         if self.found is not None:
             return ""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # as nearly always
         text = self._held + text
         places = [(text.find(stop), stop) for stop in self._stops]
         complete = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
@@ -43,8 +47,5 @@ class StopStrings:
 
     def _beginning_at_the_end_of(self, text: str) -> int:
         """The length of the longest beginning of a stop string that `text` ends with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+        lengths = range(min(self._longest, len(text)), 0, -1)
+        return next((length for length in lengths if text[-length:] in self._beginnings), 0)
