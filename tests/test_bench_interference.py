@@ -42,7 +42,7 @@ def test_only_what_comes_between_arrival_and_first_token_counts(
     session = Session(write_rand(tmp_path / "rand", **SMALL), "cpu", [case], {"max_batched_tokens": bound})
     result = session.measure(case, 2)
     assert result.error is None
-    assert len(runs) == 3  # the first is the warm-up
+    assert len(runs) == 4  # two of them to warm up
     for run in runs:
         assert len(run.first_token) == 1
         assert len(run.between_tokens) == 3 * steps
