@@ -52,7 +52,7 @@ class BlockPool:
 
     def num_unowned(self, blocks: Int32Array) -> int:
         """How many of `blocks` (distinct) have no owner, so that sharing them takes from the free ones."""
-        return int(np.count_nonzero(self._owners[blocks] == 0))
+        return int(np.count_nonzero(self._owners[blocks] == 0)) if len(blocks) else 0
 
     def allocate(self, count: int) -> Int32Array:
         """Takes `count` free blocks, int32 [count], with one owner each. The caller has looked at `num_free`."""
@@ -67,6 +67,8 @@ class BlockPool:
 
     def share(self, blocks: Int32Array) -> None:
         """Adds an owner to each of `blocks` (distinct, owned or kept)."""
+        if not len(blocks):
+            return  # as without a common beginning
         kept = blocks[self._owners[blocks] == 0].tolist()
         if any(block not in self._kept for block in kept):
             raise RuntimeError("an empty block was shared")
