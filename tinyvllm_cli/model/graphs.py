@@ -1,6 +1,6 @@
 """Steps as CUDA graphs: the sizes that steps are padded to, which of them are captured, and when.
 
-A captured step costs the host one launch; the same step launched op by op costs it some 4 ms, more than the device
+A captured step costs the host one launch; the same step launched op by op costs it 2 to 4 ms, more than the device
 needs for a decode or a short prefill.
 """
 
@@ -24,7 +24,7 @@ TOKENS = (8, *range(16, 64, 16), *range(64, 256, 32), *range(256, 512, 64), 512,
 WHOLE_CHUNKS = 4
 """Up to so many chunks in a step each may be as long as the step: the CTAs that find nothing to do are few."""
 MAX_GRAPHS = 128
-"""Graphs that are kept."""
+"""Graphs that are kept; each takes about half a MiB."""
 
 Work = Callable[[], object]
 
