@@ -12,7 +12,7 @@ from torch.nn import functional
 from tinyvllm_cli import ops
 
 GROUP_TOKENS = 512
-"""Attention reads the cached context in groups of so many tokens."""
+"""Decode attention reads the cached context in groups of so many tokens."""
 
 
 def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
@@ -96,7 +96,7 @@ def attention_decode(
     queries = (q.float() * scale).unflatten(-1, (num_kv_heads, -1, head_dim))
     outs = out.unflatten(-1, (num_kv_heads, -1, head_dim))
     for i, (row, length) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
-        outs[i] = _attend(queries[i], kv_cache, block_table[row], length, 1)
+        outs[i] = _attend(queries[i], kv_cache, block_table[row], length)
 
 
 def attention_prefill(
@@ -110,37 +110,43 @@ def attention_prefill(
     max_query_len: int,
     scale: float,
 ) -> None:
-    num_kv_heads, head_dim = kv_cache.size(1), kv_cache.size(4)
+    num_heads = q.size(1) // kv_cache.size(4)
     starts, contexts = query_start.tolist(), context_lens.tolist()
     for s, row in enumerate(rows.tolist()):
-        length = starts[s + 1] - starts[s]
+        length, context = starts[s + 1] - starts[s], contexts[s]
         if length == 0:
             continue
         queries = slice(starts[s], starts[s + 1])
-        by_head = (q[queries].float() * scale).view(length, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        result = _attend(by_head.flatten(1, 2), kv_cache, block_table[row], contexts[s], length)
-        out[queries] = result.view(num_kv_heads, -1, length, head_dim).permute(2, 0, 1, 3).reshape(length, -1)
+        by_head = q[queries].float().unflatten(1, (num_heads, -1)).transpose(0, 1)
+        key, value = _read_cache(kv_cache, block_table[row], 0, context).unsqueeze(1)
+        whole = length == context
+        seen = None if whole else torch.arange(context) <= torch.arange(context - length, context).unsqueeze(1)
+        result = functional.scaled_dot_product_attention(
+            by_head.unsqueeze(0), key, value, seen, is_causal=whole, scale=scale, enable_gqa=True
+        )
+        out[queries] = result[0].transpose(0, 1).flatten(1)
 
 
-def _attend(query: Tensor, kv_cache: Tensor, blocks: Tensor, length: int, num_queries: int) -> Tensor:
-    """Attention of the last queries of one sequence, under one mask rule: key position <= query position.
-
-    Online over groups of blocks: each gives softmax(q k) v and the logarithm of its sum, and they are merged by these
-    (Flash-Decoding). query [K, R, D], scaled: for each query head of a group, num_queries queries; blocks int32 [*] of
-    a sequence of `length` tokens. Returns [K, R, D], fp32 or fp64; zeros when length is 0.
-    """
+def _read_cache(kv_cache: Tensor, blocks: Tensor, start: int, end: int) -> Tensor:
+    """K and V of positions start, at the beginning of a block, to end of a sequence: fp32 [2, K, end - start, D]."""
     block_size = kv_cache.size(3)
     by_block = kv_cache.permute(2, 1, 0, 3, 4)  # K or V, K, B, block_size, D
+    cached = by_block.index_select(2, blocks[start // block_size : -(-end // block_size)])
+    return cached.float().flatten(2, 3)[:, :, : end - start]
+
+
+def _attend(query: Tensor, kv_cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """Attention of the last query of one sequence, online over groups of blocks.
+
+    Each group gives softmax(q k) v and the logarithm of its sum, and they are merged by these (Flash-Decoding). query
+    [K, G, D], scaled: the query heads of each KV head; blocks int32 [*] of a sequence of `length` tokens. Returns [K,
+    G, D], fp32; zeros when length is 0.
+    """
     result, log_sum = None, None
-    group = max(GROUP_TOKENS // block_size, 1) * block_size
+    group = max(GROUP_TOKENS // kv_cache.size(3), 1) * kv_cache.size(3)
     for start in range(0, length, group):
-        end = min(start + group, length)
-        cached = by_block.index_select(2, blocks[start // block_size : -(-end // block_size)]).float()
-        key, value = cached.flatten(2, 3)[:, :, : end - start]
+        key, value = _read_cache(kv_cache, blocks, start, min(start + group, length))
         scores = torch.bmm(query, key.transpose(1, 2))
-        if end > length - num_queries + 1:
-            future = torch.arange(start, end) > torch.arange(length - num_queries, length).unsqueeze(1)
-            scores.unflatten(1, (-1, num_queries)).masked_fill_(future, torch.finfo(scores.dtype).min)
         part = torch.bmm(scores.softmax(dim=-1), value)
         if length > group:
             part_log_sum = scores.logsumexp(dim=-1, keepdim=True)
