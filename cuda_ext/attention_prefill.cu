@@ -4,8 +4,9 @@
 //   them in registers; all warps share tiles of keys, double-buffered in shared memory (FlashAttention-2), and take them
 //   in steps of 32. That leaves room for 16 warps on an SM (D 64): some multiply while others are at their softmax.
 // Traffic: 4 L^2 / 2 * D * Q flop for a prompt of L tokens; bound by the tensor cores. K and V come from L2.
-// Limits: bf16, fp16; D 64 or 128; any block size; any Q / K; scale > 0.
-#include "attention.cuh"
+// Limits: bf16, fp16; D 64 or 128; any block size; any Q / K; scale > 0. On sm_90 attention_prefill_hopper.cu takes the
+//   shapes that it can.
+#include "attention_prefill.cuh"
 
 namespace tinyvllm {
 namespace {
@@ -16,10 +17,6 @@ constexpr int kStep = 32;     // keys that a warp takes at a time
 constexpr int kWarps = kRows / (16 * kRowTiles);
 constexpr int kThreads = kWarps * kWarpSize;
 
-// The maximum that a row's weights are relative to is raised only when a score exceeds it by more than this, in base 2:
-// weights up to 256 are as exact as those up to 1, and a row is rarely rescaled.
-constexpr float kSlack = 8.0f;
-
 template <int head_dim>
 constexpr int kKeys = 8192 / head_dim;  // of a tile
 
@@ -28,27 +25,6 @@ constexpr int kMinCtas = head_dim == 64 ? 2 : 1;  // on an SM
 
 template <int head_dim>
 constexpr int kSharedBytes = (kRows + 2 * 2 * kKeys<head_dim>) * head_dim * 2;  // queries; two stages of K and V
-
-template <typename T>
-struct Arguments {
-  T* out;
-  const T* q;
-  int64_t q_stride;
-  const T* kv_cache;
-  const int32_t* block_table;
-  int table_stride;
-  const int32_t* rows;
-  const int32_t* query_start;
-  const int32_t* context_lens;
-  int num_kv_heads;
-  int group_heads;  // query heads per KV head
-  int block_size;
-  float scale;  // for scores in base 2
-};
-
-// Over the 4 lanes that hold one row of an mma result.
-__device__ __forceinline__ float row_max(float value) { return warp_max<4>(value); }
-__device__ __forceinline__ float row_sum(float value) { return warp_sum<4>(value); }
 
 // The rows of one warp: a lane holds rows lane / 4 and lane / 4 + 8 of each row tile.
 template <typename T, int head_dim>
@@ -161,7 +137,7 @@ struct WarpRows {
 };
 
 template <typename T, int head_dim>
-__global__ void __launch_bounds__(kThreads, kMinCtas<head_dim>) attention_prefill_kernel(const Arguments<T> a) {
+__global__ void __launch_bounds__(kThreads, kMinCtas<head_dim>) attention_prefill_kernel(const PrefillArguments<T> a) {
   constexpr int tile_keys = kKeys<head_dim>;
   constexpr int copied_rows = tile_keys / kWarps;  // of each tile by each warp
   constexpr int row_chunks = head_dim / 8;
@@ -285,9 +261,14 @@ cudaError_t attention_prefill(void* out, const void* q, int64_t q_stride, const 
     return dispatch_head_dim(head_dim, [&](auto dim) {
       using T = typename decltype(type)::type;
       if (num_seqs == 0 || max_query_len == 0) return cudaSuccess;
-      const Arguments<T> arguments{
-          static_cast<T*>(out), static_cast<const T*>(q), q_stride, static_cast<const T*>(kv_cache), block_table,
-          table_stride, rows, query_start, context_lens, num_kv_heads, group_heads, block_size, scale * kLog2E};
+      const PrefillArguments<T> arguments{static_cast<T*>(out), static_cast<const T*>(q), q_stride,
+                                          static_cast<const T*>(kv_cache), block_table, table_stride, rows, query_start,
+                                          context_lens, num_seqs, max_query_len, num_kv_heads, group_heads, block_size,
+                                          scale * kLog2E};
+      if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) == 9) {
+        const cudaError_t error = attention_prefill_hopper<T, dim()>(arguments, stream);
+        if (error != cudaErrorInvalidValue) return error;
+      }
       const dim3 grid(num_kv_heads, num_seqs, static_cast<unsigned>(row_groups));
       return launch(attention_prefill_kernel<T, dim()>, grid, kThreads, kSharedBytes<dim()>, stream,
                     arguments);

@@ -1,0 +1,291 @@
+// attention_prefill on Hopper (after FlashAttention-3, Shah et al. 2024): the formula and layouts of attention_prefill.cu.
+// Shapes: a work item is one sequence, one KV head and 64 rows (token, query head) for each of W warpgroups; W = 3 (D 64)
+//   or 2 (D 128). Keys are taken 128 at a time.
+// Mapping: one CTA per SM. One warp copies tiles of K and V, block by block through the block table, into a ring in shared
+//   memory; W warpgroups multiply. Each computes the scores of the next tile while it weights the values of this one, and
+//   they take turns at the tensor cores, so that some multiply while others are at their softmax.
+// Traffic: 4 L^2 / 2 * D * Q flop for a prompt of L tokens; bound by the tensor cores and, at D 64, as much by exp2.
+// Limits: sm_90a; bf16, fp16; D 64 or 128; block size 16; any Q / K.
+#include "attention_prefill_hopper.cuh"
+
+#include <algorithm>
+#include <limits>
+
+namespace tinyvllm {
+namespace {
+
+// One warpgroup: its rows of a work item. A lane has parts of two rows, `half` 0 and 1: lane / 4 of its warp's 16, and 8
+// more; the registers of products are laid out as hopper.cuh says.
+template <typename T, int head_dim>
+struct Multiplier {
+  static constexpr int stages = PrefillShape<head_dim>::stages;
+  static constexpr int warpgroups = PrefillShape<head_dim>::warpgroups;
+  static constexpr bool turns = true;
+  PrefillShared<T, head_dim>& s;
+  const int index;              // of the warpgroup
+  int tile = 0;                 // the first of the work item in the ring
+  float scores[kKeys / 2];      // then weights
+  uint32_t weights[kKeys / 4];  // as left operands
+  float values[head_dim / 2];   // their weighted sum
+  float max[2];                 // of the scores in base 2, or up to kSlack below it
+  float sum[2];                 // of the weights, this lane's share
+
+  struct Correction {
+    bool needed;
+    float factors[2];
+  };
+
+  __device__ __forceinline__ Multiplier(PrefillShared<T, head_dim>& shared, int warpgroup) : s(shared), index(warpgroup) {
+    if (turns && index == warpgroups - 1) pass_turn();
+  }
+
+  __device__ __forceinline__ void attend(const PrefillItem<T, head_dim>& item) {
+    const int first_row = item.first_row + index * kRows;
+    const int row = first_row + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+    const int num_tiles = ceil_div(item.num_keys, kKeys);
+    const int own_tiles = first_row < item.num_rows ? item.position(first_row + kRows - 1) / kKeys + 1 : 0;
+    const int all_see = item.position(first_row);  // the last key that every row attends to
+    const int position[2] = {item.position(row), item.position(row + 8)};
+
+    if (own_tiles > 0) {
+      load_queries(item, first_row);
+      start_scores(0);
+      wait_products<0>();
+      pin(scores);
+      release(kK, 0);
+      weigh<true>(kKeys - 1 > all_see, position[0], position[1], item.a.scale);
+      pack_weights();
+#pragma unroll
+      for (int d = 0; d < head_dim / 2; ++d) values[d] = 0.0f;
+#pragma unroll 1
+      for (int i = 1; i < own_tiles; ++i) {
+        const int first_key = i * kKeys;
+        take_turn();
+        start_scores(i);
+        start_values(i - 1);
+        pass_turn();
+        wait_products<1>();
+        pin(scores);
+        release(kK, i);
+        const Correction correction = weigh<false>(first_key + kKeys - 1 > all_see, position[0] - first_key,
+                                                   position[1] - first_key, item.a.scale);
+        wait_products<0>();
+        pin(values);
+        pin(weights);
+        release(kV, i - 1);
+        correct(correction);
+        pack_weights();
+      }
+      start_values(own_tiles - 1);
+      wait_products<0>();
+      pin(values);
+      pin(weights);
+      release(kV, own_tiles - 1);
+      store(item, row);
+    }
+    for (int i = own_tiles; i < num_tiles; ++i) {  // which other warpgroups need
+      if (i > 0) {
+        take_turn();
+        pass_turn();
+      }
+      wait_for(kK, i);
+      release(kK, i);
+      wait_for(kV, i);
+      release(kV, i);
+    }
+    tile += num_tiles;
+  }
+
+  // Of the work item's i-th tiles.
+  __device__ __forceinline__ int stage(int i) const { return (tile + i) % stages; }
+
+  __device__ __forceinline__ void wait_for(Matrix matrix, int i) {
+    wait_barrier(&s.full[matrix][stage(i)], (tile + i) / stages % 2);
+  }
+
+  // This warp no longer reads the tile.
+  __device__ __forceinline__ void release(Matrix matrix, int i) {
+    if (threadIdx.x % kWarpSize == 0) arrive(&s.empty[matrix][stage(i)]);
+  }
+
+  __device__ __forceinline__ void take_turn() {
+    if (turns) sync_threads(kTurnBarrier + index, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (turns) signal_threads(kTurnBarrier + (index + 1) % warpgroups, 2 * kWarpgroup);
+  }
+
+  __device__ __forceinline__ void load_queries(const PrefillItem<T, head_dim>& item, int first_row) {
+    constexpr int row_chunks = head_dim / 8;
+    sync_threads(kWarpgroupBarrier + index, kWarpgroup);  // the products of the item before are done
+#pragma unroll
+    for (int i = 0; i < kRows * row_chunks / kWarpgroup; ++i) {
+      const int row = (i * kWarpgroup + threadIdx.x % kWarpgroup) / row_chunks;
+      const int chunk = threadIdx.x % row_chunks;
+      const bool valid = first_row + row < item.num_rows;
+      const T* source = item.a.q + (valid ? item.row_offset(first_row + row, item.a.q_stride) : 0) + chunk * 8;
+      copy16_async(s.queries[index][chunk / 8] + panel_offset(row, chunk % 8), source, valid);
+    }
+    copy_commit();
+    copy_wait<0>();
+    publish_to_async();
+    sync_threads(kWarpgroupBarrier + index, kWarpgroup);
+  }
+
+  __device__ __forceinline__ void start_scores(int i) {
+    wait_for(kK, i);
+    const uint64_t queries = operand(s.queries[index]);
+    const uint64_t keys = operand(s.tiles[kK][stage(i)]);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < head_dim / 16; ++k) {
+      constexpr int steps = kPanelColumns / 16;
+      multiply<T>(scores, queries + k / steps * kPanelUnits<kRows> + k % steps * 2,
+                  keys + k / steps * kPanelUnits<kKeys> + k % steps * 2, k > 0);
+    }
+    commit_products();
+  }
+
+  __device__ __forceinline__ void start_values(int i) {
+    wait_for(kV, i);
+    const uint64_t rows = operand(s.tiles[kV][stage(i)], kPanelUnits<kKeys> * 16);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) multiply<T>(values, &weights[4 * k], rows + k * kPanelUnits<16>);
+    commit_products();
+  }
+
+  // Turns scores into weights. If `masked`, the rows attend only to keys up to last0 and last1 of the tile. Raises the
+  // maxima if some score of the warp is far above; what was computed with the old ones is then to be corrected.
+  template <bool first>
+  __device__ __forceinline__ Correction weigh(bool masked, int last0, int last1, float scale) {
+    if (masked) {
+      const int lane_column = threadIdx.x % 4 * 2;
+      const int last[2] = {last0 - lane_column, last1 - lane_column};
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = -INFINITY;
+      }
+    }
+    float top[2] = {scores[0], scores[2]};
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+    Correction correction{first, {1.0f, 1.0f}};
+    if (!first) {
+      const bool far = fmaxf(top[0] * scale - max[0], top[1] * scale - max[1]) > kSlack;
+      correction.needed = __any_sync(kAllLanes, far);
+    }
+    if (correction.needed) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float row_top = row_max(top[half]) * scale;  // finite in the first tile: every row sees key 0
+        const float new_max = first ? row_top : fmaxf(max[half], row_top);
+        correction.factors[half] = first ? 0.0f : fast_exp2(max[half] - new_max);
+        sum[half] = first ? 0.0f : sum[half] * correction.factors[half];
+        max[half] = new_max;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      scores[i] = fast_exp2(fmaf(scores[i], scale, -max[i / 2 % 2]));
+      sum[i / 2 % 2] += scores[i];
+    }
+    return correction;
+  }
+
+  __device__ __forceinline__ void correct(const Correction& correction) {
+    if (!correction.needed) return;
+#pragma unroll
+    for (int d = 0; d < head_dim / 2; ++d) values[d] *= correction.factors[d / 2 % 2];
+  }
+
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void store(const PrefillItem<T, head_dim>& item, int first_row) {
+    const int64_t out_stride = static_cast<int64_t>(item.a.num_kv_heads) * item.a.group_heads * head_dim;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = 1.0f / row_sum(sum[half]);
+      const int row = first_row + half * 8;
+      T* out = item.a.out + item.row_offset(row, out_stride) + threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int d = 0; d < head_dim / 8; ++d) {
+        const float* pair = &values[4 * d + 2 * half];
+        const uint32_t word = pack2<T>(pair[0] * factor, pair[1] * factor);
+        if (row < item.num_rows) *reinterpret_cast<uint32_t*>(out + d * 8) = word;
+      }
+    }
+  }
+};
+
+template <typename T, int head_dim>
+__global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
+    attention_prefill_hopper_kernel(const __grid_constant__ PrefillArguments<T> a,
+                                    const __grid_constant__ CUtensorMap map, int num_items) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using S = PrefillShape<head_dim>;
+  constexpr int registers = head_dim == 64 ? 160 : 224;  // of a thread that multiplies
+  constexpr int copy_registers = head_dim == 64 ? 32 : 56;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& s = *reinterpret_cast<PrefillShared<T, head_dim>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    for (const Matrix matrix : {kK, kV}) {
+      for (int i = 0; i < S::stages; ++i) {
+        init_barrier(&s.full[matrix][i], 1);
+        init_barrier(&s.empty[matrix][i], S::warpgroups * kWarpgroup / kWarpSize);
+      }
+    }
+    init_barrier(&s.ragged_full, 1);
+    publish_barriers();
+  }
+  __syncthreads();
+  allow_next_kernel();
+  wait_for_previous_kernel();
+
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);  // the same in all lanes for the compiler too
+  const int warpgroup = warp * kWarpSize / kWarpgroup;
+  if (warpgroup == S::warpgroups) {
+    give_up_registers<copy_registers>();
+    const int matrix = warp % (kWarpgroup / kWarpSize);
+    if (matrix < 2) {
+      TileCopier<T, head_dim> copier{s, &map, static_cast<Matrix>(matrix)};
+      for_each_item<T, head_dim>(a, num_items, [&](const auto& item) { copier.copy_item(item); });
+    }
+  } else {
+    claim_registers<registers>();
+    Multiplier<T, head_dim> multiplier(s, warpgroup);
+    for_each_item<T, head_dim>(a, num_items, [&](const auto& item) { multiplier.attend(item); });
+    if (warpgroup == 0) multiplier.take_turn();  // so that none is left over
+  }
+#endif
+}
+
+}  // namespace
+
+template <typename T, int head_dim>
+cudaError_t attention_prefill_hopper(const PrefillArguments<T>& a, cudaStream_t stream) {
+  using S = PrefillShape<head_dim>;
+  const int64_t row_groups = ceil_div<int64_t>(static_cast<int64_t>(a.max_query_len) * a.group_heads, S::rows);
+  const int64_t num_items = row_groups * a.num_seqs * a.num_kv_heads;
+  constexpr int64_t max_int = std::numeric_limits<int>::max();
+  if (a.block_size != kBlockSize || row_groups * S::rows > max_int || num_items > max_int / 2) {
+    return cudaErrorInvalidValue;
+  }
+  CUtensorMap map;
+  // The number of blocks is that of the cache, unknown here; block ids are not checked.
+  const cudaError_t error = make_map(&map, a.kv_cache, max_int, kBlockSize, head_dim, kBlockSize);
+  if (error != cudaSuccess) return error;
+  const int64_t num_ctas = std::min<int64_t>(num_items, device_attribute(cudaDevAttrMultiProcessorCount, 1));
+  return launch(attention_prefill_hopper_kernel<T, head_dim>, static_cast<unsigned>(num_ctas), S::threads, sizeof(PrefillShared<T, head_dim>), stream,
+                a, map, static_cast<int>(num_items));
+}
+
+template cudaError_t attention_prefill_hopper<__nv_bfloat16, 64>(const PrefillArguments<__nv_bfloat16>&, cudaStream_t);
+template cudaError_t attention_prefill_hopper<__nv_bfloat16, 128>(const PrefillArguments<__nv_bfloat16>&, cudaStream_t);
+template cudaError_t attention_prefill_hopper<__half, 64>(const PrefillArguments<__half>&, cudaStream_t);
+template cudaError_t attention_prefill_hopper<__half, 128>(const PrefillArguments<__half>&, cudaStream_t);
+
+}  // namespace tinyvllm

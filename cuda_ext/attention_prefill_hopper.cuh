@@ -1,0 +1,140 @@
+// The parts of attention_prefill on Hopper that are not arithmetic: shapes, the order of work, the copying of tiles.
+#pragma once
+
+#include "attention_prefill.cuh"
+#include "hopper.cuh"
+
+namespace tinyvllm {
+
+constexpr int kBlockSize = 16;
+constexpr int kKeys = 128;  // of a tile
+constexpr int kRows = 64;  // of a warpgroup
+
+// From one panel of that many rows to the next, in units of wgmma's operands.
+template <int rows>
+constexpr int kPanelUnits = rows * kPanelColumns * 2 / 16;
+
+template <int head_dim>
+struct PrefillShape {
+  static constexpr int warpgroups = head_dim == 64 ? 3 : 2;  // that multiply
+  static constexpr int rows = kRows * warpgroups;
+  static constexpr int threads = kWarpgroup * (1 + warpgroups);
+  static constexpr int stages = head_dim == 64 ? 4 : 2;
+  static constexpr int panels = head_dim / kPanelColumns;
+};
+
+enum Matrix { kK = 0, kV = 1 };
+enum NamedBarrier { kWarpgroupBarrier = 1, kTurnBarrier = 4 };  // one of each kind per warpgroup
+
+template <typename T, int head_dim>
+struct PrefillShared {
+  using S = PrefillShape<head_dim>;
+  T queries[S::warpgroups][S::panels][kRows * kPanelColumns];
+  T tiles[2][S::stages][S::panels][kKeys * kPanelColumns];
+  uint64_t full[2][S::stages], empty[2][S::stages];
+  uint64_t ragged_full;  // a tile of V that goes past the end has been copied, but not cleared there
+};
+
+// Rows first_row to first_row + rows of one sequence and KV head. Row r is query head r % group_heads of token
+// r / group_heads.
+template <typename T, int head_dim>
+struct PrefillItem {
+  const PrefillArguments<T>& a;
+  int seq, kv_head, first_row, table_row, query_start, num_rows, history, num_keys;
+
+  // The longest contexts first.
+  __device__ PrefillItem(const PrefillArguments<T>& arguments, int index) : a(arguments) {
+    const int row_groups = ceil_div(a.max_query_len * a.group_heads, PrefillShape<head_dim>::rows);
+    kv_head = index % a.num_kv_heads;
+    seq = index / a.num_kv_heads % a.num_seqs;
+    first_row = (row_groups - 1 - index / a.num_kv_heads / a.num_seqs) * PrefillShape<head_dim>::rows;
+    table_row = a.rows[seq];
+    query_start = a.query_start[seq];
+    const int num_queries = a.query_start[seq + 1] - query_start;
+    num_rows = num_queries * a.group_heads;
+    history = a.context_lens[seq] - num_queries;
+    num_keys = position(first_row + PrefillShape<head_dim>::rows - 1) + 1;
+  }
+  __device__ bool exists() const { return first_row < num_rows && table_row >= 0; }
+
+  // Of a row's token; rows past the end repeat the last.
+  __device__ int position(int row) const { return history + min(row, num_rows - 1) / a.group_heads; }
+
+  // Of a row in q or out, in elements.
+  __device__ int64_t row_offset(int row, int64_t stride) const {
+    const int token = row / a.group_heads;
+    return (query_start + token) * stride + (kv_head * a.group_heads + row - token * a.group_heads) * head_dim;
+  }
+};
+
+// Calls function(item) for every work item of this CTA, the same in all its threads.
+template <typename T, int head_dim, typename Function>
+__device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, int num_items, Function&& function) {
+  for (int round = 0; round * static_cast<int>(gridDim.x) < num_items; ++round) {
+    const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;  // who had long ones gets short ones
+    const int index = round * gridDim.x + place;
+    if (index >= num_items) continue;
+    const PrefillItem<T, head_dim> item(a, index);
+    if (item.exists()) function(item);
+  }
+}
+
+// One warp, which copies the tiles of K or those of V into their ring. The ring goes on from work item to work item.
+template <typename T, int head_dim>
+struct TileCopier {
+  static constexpr int panels = PrefillShape<head_dim>::panels;
+  static constexpr int stages = PrefillShape<head_dim>::stages;
+  static constexpr int tile_blocks = kKeys / kBlockSize;
+  PrefillShared<T, head_dim>& s;
+  const CUtensorMap* map;
+  const Matrix matrix;
+  int tile = 0;
+  int num_ragged = 0;
+
+  __device__ __forceinline__ void copy_item(const PrefillItem<T, head_dim>& item) {
+    const int num_blocks = ceil_div(item.num_keys, kBlockSize);
+    const int32_t* table = item.a.block_table + static_cast<int64_t>(item.table_row) * item.a.table_stride;
+    for (int first_block = 0; first_block < num_blocks; first_block += tile_blocks, ++tile) {
+      const int count = min(tile_blocks, num_blocks - first_block);
+      int blocks[tile_blocks];
+#pragma unroll
+      for (int i = 0; i < tile_blocks; ++i) blocks[i] = i < count ? table[first_block + i] : 0;
+      const int valid_keys = item.num_keys - first_block * kBlockSize;
+      const bool ragged = matrix == kV && valid_keys < kKeys;
+      const int stage = tile % stages;
+      T(&target)[panels][kKeys * kPanelColumns] = s.tiles[matrix][stage];
+      uint64_t* full = ragged ? &s.ragged_full : &s.full[matrix][stage];
+      wait_barrier(&s.empty[matrix][stage], tile / stages % 2 ^ 1);
+      if (elected()) {
+        arrive_expecting(full, count * kBlockSize * head_dim * static_cast<int>(sizeof(T)));
+#pragma unroll
+        for (int i = 0; i < tile_blocks; ++i) {
+          const int index = (blocks[i] * item.a.num_kv_heads + item.kv_head) * 2 + matrix;
+#pragma unroll
+          for (int p = 0; p < panels; ++p) {
+            T* panel = target[p] + i * kBlockSize * kPanelColumns;
+            if (i < count) copy_box(panel, map, p * kPanelColumns, 0, index, full);
+          }
+        }
+      }
+      if (ragged) {
+        wait_barrier(full, num_ragged++ % 2);
+        clear_rows(target, valid_keys);
+        if (elected()) arrive(&s.full[matrix][stage]);
+      }
+    }
+  }
+
+  // Keys past the end have weight 0, but 0 times what lies there could be NaN.
+  __device__ __forceinline__ void clear_rows(T (&target)[panels][kKeys * kPanelColumns], int first_row) {
+    constexpr int row_chunks = kPanelColumns / 8;
+    for (int i = first_row * row_chunks + threadIdx.x % kWarpSize; i < kKeys * row_chunks; i += kWarpSize) {
+#pragma unroll
+      for (int p = 0; p < panels; ++p) store16(target[p] + i * 8, make_uint4(0, 0, 0, 0));
+    }
+    publish_to_async();
+    __syncwarp();
+  }
+};
+
+}  // namespace tinyvllm
