@@ -24,6 +24,7 @@ struct Multiplier {
   PrefillShared<T, head_dim>& s;
   const int index;              // of the warpgroup
   int tile = 0;                 // the first of the work item in the ring
+  int num_items = 0;            // before this one
   float scores[kKeys / 2];      // then weights
   uint32_t weights[kKeys / 4];  // as left operands
   float values[head_dim / 2];   // their weighted sum
@@ -47,12 +48,13 @@ struct Multiplier {
     const int all_see = item.position(first_row);  // the last key that every row attends to
     const int position[2] = {item.position(row), item.position(row + 8)};
 
+    wait_barrier(&s.queries_full, num_items++ % 2);
     if (own_tiles > 0) {
-      load_queries(item, first_row);
       start_scores(0);
       wait_products<0>();
       pin(scores);
       release(kK, 0);
+      if (own_tiles == 1) release(&s.queries_empty);
       weigh<true>(kKeys - 1 > all_see, position[0], position[1], item.a.scale);
       pack_weights();
 #pragma unroll
@@ -67,6 +69,7 @@ struct Multiplier {
         wait_products<1>();
         pin(scores);
         release(kK, i);
+        if (i + 1 == own_tiles) release(&s.queries_empty);
         const Correction correction = weigh<false>(first_key + kKeys - 1 > all_see, position[0] - first_key,
                                                    position[1] - first_key, item.a.scale);
         wait_products<0>();
@@ -83,6 +86,7 @@ struct Multiplier {
       release(kV, own_tiles - 1);
       store(item, row);
     }
+    if (own_tiles == 0) release(&s.queries_empty);
     for (int i = own_tiles; i < num_tiles; ++i) {  // which other warpgroups need
       if (i > 0) {
         take_turn();
@@ -103,33 +107,17 @@ struct Multiplier {
     wait_barrier(&s.full[matrix][stage(i)], (tile + i) / stages % 2);
   }
 
-  // This warp no longer reads the tile.
-  __device__ __forceinline__ void release(Matrix matrix, int i) {
-    if (threadIdx.x % kWarpSize == 0) arrive(&s.empty[matrix][stage(i)]);
+  // This warp no longer reads what the barrier stands for.
+  __device__ __forceinline__ void release(uint64_t* empty) {
+    if (threadIdx.x % kWarpSize == 0) arrive(empty);
   }
+  __device__ __forceinline__ void release(Matrix matrix, int i) { release(&s.empty[matrix][stage(i)]); }
 
   __device__ __forceinline__ void take_turn() {
     if (turns) sync_threads(kTurnBarrier + index, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void pass_turn() {
     if (turns) signal_threads(kTurnBarrier + (index + 1) % warpgroups, 2 * kWarpgroup);
-  }
-
-  __device__ __forceinline__ void load_queries(const PrefillItem<T, head_dim>& item, int first_row) {
-    constexpr int row_chunks = head_dim / 8;
-    sync_threads(kWarpgroupBarrier + index, kWarpgroup);  // the products of the item before are done
-#pragma unroll
-    for (int i = 0; i < kRows * row_chunks / kWarpgroup; ++i) {
-      const int row = (i * kWarpgroup + threadIdx.x % kWarpgroup) / row_chunks;
-      const int chunk = threadIdx.x % row_chunks;
-      const bool valid = first_row + row < item.num_rows;
-      const T* source = item.a.q + (valid ? item.row_offset(first_row + row, item.a.q_stride) : 0) + chunk * 8;
-      copy16_async(s.queries[index][chunk / 8] + panel_offset(row, chunk % 8), source, valid);
-    }
-    copy_commit();
-    copy_wait<0>();
-    publish_to_async();
-    sync_threads(kWarpgroupBarrier + index, kWarpgroup);
   }
 
   __device__ __forceinline__ void start_scores(int i) {
@@ -232,10 +220,13 @@ __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<PrefillShared<T, head_dim>*>(shared_bytes);
   if (threadIdx.x == 0) {
+    constexpr int readers = S::warpgroups * kWarpgroup / kWarpSize;
+    init_barrier(&s.queries_full, 1);
+    init_barrier(&s.queries_empty, readers);
     for (const Matrix matrix : {kK, kV}) {
       for (int i = 0; i < S::stages; ++i) {
         init_barrier(&s.full[matrix][i], 1);
-        init_barrier(&s.empty[matrix][i], S::warpgroups * kWarpgroup / kWarpSize);
+        init_barrier(&s.empty[matrix][i], readers);
       }
     }
     init_barrier(&s.ragged_full, 1);
@@ -249,9 +240,12 @@ __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
   const int warpgroup = warp * kWarpSize / kWarpgroup;
   if (warpgroup == S::warpgroups) {
     give_up_registers<copy_registers>();
-    const int matrix = warp % (kWarpgroup / kWarpSize);
-    if (matrix < 2) {
-      TileCopier<T, head_dim> copier{s, &map, static_cast<Matrix>(matrix)};
+    const int role = warp % (kWarpgroup / kWarpSize);
+    if (role < 2) {
+      TileCopier<T, head_dim> copier{s, &map, static_cast<Matrix>(role)};
+      for_each_item<T, head_dim>(a, num_items, [&](const auto& item) { copier.copy_item(item); });
+    } else if (role == 2) {
+      QueryCopier<T, head_dim> copier{s};
       for_each_item<T, head_dim>(a, num_items, [&](const auto& item) { copier.copy_item(item); });
     }
   } else {

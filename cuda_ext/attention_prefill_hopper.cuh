@@ -24,13 +24,14 @@ struct PrefillShape {
 };
 
 enum Matrix { kK = 0, kV = 1 };
-enum NamedBarrier { kWarpgroupBarrier = 1, kTurnBarrier = 4 };  // one of each kind per warpgroup
+constexpr int kTurnBarrier = 1;  // of the first warpgroup
 
 template <typename T, int head_dim>
 struct PrefillShared {
   using S = PrefillShape<head_dim>;
   T queries[S::warpgroups][S::panels][kRows * kPanelColumns];
   T tiles[2][S::stages][S::panels][kKeys * kPanelColumns];
+  uint64_t queries_full, queries_empty;
   uint64_t full[2][S::stages], empty[2][S::stages];
   uint64_t ragged_full;  // a tile of V that goes past the end has been copied, but not cleared there
 };
@@ -78,6 +79,33 @@ __device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, int 
     if (item.exists()) function(item);
   }
 }
+
+// One warp, which copies the queries of each work item.
+template <typename T, int head_dim>
+struct QueryCopier {
+  PrefillShared<T, head_dim>& s;
+  int num_items = 0;
+
+  __device__ __forceinline__ void copy_item(const PrefillItem<T, head_dim>& item) {
+    constexpr int row_chunks = head_dim / 8;
+    constexpr int copied_rows = kWarpSize / row_chunks;  // at a time
+    const int chunk = threadIdx.x % row_chunks;
+    wait_barrier(&s.queries_empty, num_items++ % 2 ^ 1);
+#pragma unroll 4
+    for (int first = 0; first < PrefillShape<head_dim>::rows; first += copied_rows) {
+      const int row = first + threadIdx.x % kWarpSize / row_chunks;
+      const bool valid = item.first_row + row < item.num_rows;
+      const T* source = item.a.q + (valid ? item.row_offset(item.first_row + row, item.a.q_stride) : 0) + chunk * 8;
+      T* panel = s.queries[row / kRows][chunk / 8];
+      copy16_async(panel + panel_offset(row % kRows, chunk % 8), source, valid);
+    }
+    copy_commit();
+    copy_wait<0>();
+    publish_to_async();
+    __syncwarp();
+    if (elected()) arrive(&s.queries_full);
+  }
+};
 
 // One warp, which copies the tiles of K or those of V into their ring. The ring goes on from work item to work item.
 template <typename T, int head_dim>
