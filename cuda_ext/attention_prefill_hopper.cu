@@ -48,13 +48,13 @@ struct Multiplier {
     const int all_see = item.position(first_row);  // the last key that every row attends to
     const int position[2] = {item.position(row), item.position(row + 8)};
 
-    wait_barrier(&s.queries_full, num_items++ % 2);
+    wait_barrier(&s.queries_full[num_items % kQueryStages], num_items / kQueryStages % 2);
     if (own_tiles > 0) {
       start_scores(0);
       wait_products<0>();
       pin(scores);
       release(kK, 0);
-      if (own_tiles == 1) release(&s.queries_empty);
+      if (own_tiles == 1) release(&s.queries_empty[num_items % kQueryStages]);
       weigh<true>(kKeys - 1 > all_see, position[0], position[1], item.a.scale);
       pack_weights();
 #pragma unroll
@@ -69,7 +69,7 @@ struct Multiplier {
         wait_products<1>();
         pin(scores);
         release(kK, i);
-        if (i + 1 == own_tiles) release(&s.queries_empty);
+        if (i + 1 == own_tiles) release(&s.queries_empty[num_items % kQueryStages]);
         const Correction correction = weigh<false>(first_key + kKeys - 1 > all_see, position[0] - first_key,
                                                    position[1] - first_key, item.a.scale);
         wait_products<0>();
@@ -86,7 +86,7 @@ struct Multiplier {
       release(kV, own_tiles - 1);
       store(item, row);
     }
-    if (own_tiles == 0) release(&s.queries_empty);
+    if (own_tiles == 0) release(&s.queries_empty[num_items % kQueryStages]);
     for (int i = own_tiles; i < num_tiles; ++i) {  // which other warpgroups need
       if (i > 0) {
         take_turn();
@@ -98,6 +98,7 @@ struct Multiplier {
       release(kV, i);
     }
     tile += num_tiles;
+    ++num_items;
   }
 
   // Of the work item's i-th tiles.
@@ -122,7 +123,7 @@ struct Multiplier {
 
   __device__ __forceinline__ void start_scores(int i) {
     wait_for(kK, i);
-    const uint64_t queries = operand(s.queries[index]);
+    const uint64_t queries = operand(s.queries[num_items % kQueryStages][index]);
     const uint64_t keys = operand(s.tiles[kK][stage(i)]);
     begin_products();
 #pragma unroll
@@ -212,7 +213,7 @@ struct Multiplier {
 template <typename T, int head_dim>
 __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
     attention_prefill_hopper_kernel(const __grid_constant__ PrefillArguments<T> a,
-                                    const __grid_constant__ CUtensorMap map, int num_items) {
+                                    const __grid_constant__ CUtensorMap map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = PrefillShape<head_dim>;
   constexpr int registers = head_dim == 64 ? 160 : 224;  // of a thread that multiplies
@@ -221,8 +222,10 @@ __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
   auto& s = *reinterpret_cast<PrefillShared<T, head_dim>*>(shared_bytes);
   if (threadIdx.x == 0) {
     constexpr int readers = S::warpgroups * kWarpgroup / kWarpSize;
-    init_barrier(&s.queries_full, 1);
-    init_barrier(&s.queries_empty, readers);
+    for (int i = 0; i < kQueryStages; ++i) {
+      init_barrier(&s.queries_full[i], 2);
+      init_barrier(&s.queries_empty[i], readers);
+    }
     for (const Matrix matrix : {kK, kV}) {
       for (int i = 0; i < S::stages; ++i) {
         init_barrier(&s.full[matrix][i], 1);
@@ -243,15 +246,15 @@ __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
     const int role = warp % (kWarpgroup / kWarpSize);
     if (role < 2) {
       TileCopier<T, head_dim> copier{s, &map, static_cast<Matrix>(role)};
-      for_each_item<T, head_dim>(a, num_items, [&](const auto& item) { copier.copy_item(item); });
-    } else if (role == 2) {
-      QueryCopier<T, head_dim> copier{s};
-      for_each_item<T, head_dim>(a, num_items, [&](const auto& item) { copier.copy_item(item); });
+      for_each_item<T, head_dim>(a, [&](const auto& item) { copier.copy_item(item); });
+    } else {
+      QueryCopier<T, head_dim> copier{s, role - 2};
+      for_each_item<T, head_dim>(a, [&](const auto& item) { copier.copy_item(item); });
     }
   } else {
     claim_registers<registers>();
     Multiplier<T, head_dim> multiplier(s, warpgroup);
-    for_each_item<T, head_dim>(a, num_items, [&](const auto& item) { multiplier.attend(item); });
+    for_each_item<T, head_dim>(a, [&](const auto& item) { multiplier.attend(item); });
     if (warpgroup == 0) multiplier.take_turn();  // so that none is left over
   }
 #endif
@@ -274,7 +277,7 @@ cudaError_t attention_prefill_hopper(const PrefillArguments<T>& a, cudaStream_t 
   if (error != cudaSuccess) return error;
   const int64_t num_ctas = std::min<int64_t>(num_items, device_attribute(cudaDevAttrMultiProcessorCount, 1));
   return launch(attention_prefill_hopper_kernel<T, head_dim>, static_cast<unsigned>(num_ctas), S::threads, sizeof(PrefillShared<T, head_dim>), stream,
-                a, map, static_cast<int>(num_items));
+                a, map);
 }
 
 template cudaError_t attention_prefill_hopper<__nv_bfloat16, 64>(const PrefillArguments<__nv_bfloat16>&, cudaStream_t);

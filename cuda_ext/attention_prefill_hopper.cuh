@@ -8,7 +8,8 @@ namespace tinyvllm {
 
 constexpr int kBlockSize = 16;
 constexpr int kKeys = 128;  // of a tile
-constexpr int kRows = 64;  // of a warpgroup
+constexpr int kRows = 64;   // of a warpgroup
+constexpr int kQueryStages = 2;
 
 // From one panel of that many rows to the next, in units of wgmma's operands.
 template <int rows>
@@ -29,9 +30,9 @@ constexpr int kTurnBarrier = 1;  // of the first warpgroup
 template <typename T, int head_dim>
 struct PrefillShared {
   using S = PrefillShape<head_dim>;
-  T queries[S::warpgroups][S::panels][kRows * kPanelColumns];
+  T queries[kQueryStages][S::warpgroups][S::panels][kRows * kPanelColumns];
   T tiles[2][S::stages][S::panels][kKeys * kPanelColumns];
-  uint64_t queries_full, queries_empty;
+  uint64_t queries_full[kQueryStages], queries_empty[kQueryStages];
   uint64_t full[2][S::stages], empty[2][S::stages];
   uint64_t ragged_full;  // a tile of V that goes past the end has been copied, but not cleared there
 };
@@ -41,14 +42,10 @@ struct PrefillShared {
 template <typename T, int head_dim>
 struct PrefillItem {
   const PrefillArguments<T>& a;
-  int seq, kv_head, first_row, table_row, query_start, num_rows, history, num_keys;
+  int kv_head, first_row, table_row, query_start, num_rows, history, num_keys;
 
-  // The longest contexts first.
-  __device__ PrefillItem(const PrefillArguments<T>& arguments, int index) : a(arguments) {
-    const int row_groups = ceil_div(a.max_query_len * a.group_heads, PrefillShape<head_dim>::rows);
-    kv_head = index % a.num_kv_heads;
-    seq = index / a.num_kv_heads % a.num_seqs;
-    first_row = (row_groups - 1 - index / a.num_kv_heads / a.num_seqs) * PrefillShape<head_dim>::rows;
+  __device__ PrefillItem(const PrefillArguments<T>& arguments, int seq, int kv_head, int first_row)
+      : a(arguments), kv_head(kv_head), first_row(first_row) {
     table_row = a.rows[seq];
     query_start = a.query_start[seq];
     const int num_queries = a.query_start[seq + 1] - query_start;
@@ -68,42 +65,79 @@ struct PrefillItem {
   }
 };
 
-// Calls function(item) for every work item of this CTA, the same in all its threads.
+// Calls function(item) for every work item of this CTA, the same in all its threads. So many sequences are taken at a
+// time that a few CTAs share the keys of each, and of these the longest contexts first.
 template <typename T, int head_dim, typename Function>
-__device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, int num_items, Function&& function) {
-  for (int round = 0; round * static_cast<int>(gridDim.x) < num_items; ++round) {
-    const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;  // who had long ones gets short ones
-    const int index = round * gridDim.x + place;
-    if (index >= num_items) continue;
-    const PrefillItem<T, head_dim> item(a, index);
-    if (item.exists()) function(item);
+__device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, Function&& function) {
+  constexpr int rows = PrefillShape<head_dim>::rows;
+  constexpr int shared_heads = 32;  // KV heads, of all sequences, that are read at a time
+  const int num_ctas = gridDim.x;
+  const int cta = blockIdx.x;
+  const int batch = max(shared_heads / a.num_kv_heads, 1);
+  int index = cta;
+  int round = 0;
+  int num_items = 0;
+  for (int first_seq = 0; first_seq < a.num_seqs; first_seq += batch) {
+    const int end_seq = min(first_seq + batch, a.num_seqs);
+    int max_queries = 0;
+    for (int seq = first_seq; seq < end_seq; ++seq) {
+      max_queries = max(max_queries, a.query_start[seq + 1] - a.query_start[seq]);
+    }
+    const int row_groups = ceil_div(max_queries * a.group_heads, rows);
+    const int num_heads = (end_seq - first_seq) * a.num_kv_heads;
+    const int start = num_items;
+    num_items += row_groups * num_heads;
+    while (index < num_items) {
+      const int group = row_groups - 1 - (index - start) / num_heads;
+      const int head = (index - start) % num_heads;
+      const PrefillItem<T, head_dim> item(a, first_seq + head / a.num_kv_heads, head % a.num_kv_heads, group * rows);
+      if (item.exists()) function(item);
+      ++round;
+      index = round * num_ctas + (round % 2 == 0 ? cta : num_ctas - 1 - cta);  // after a long one a short one
+    }
   }
 }
 
-// One warp, which copies the queries of each work item.
+// Two warps, which copy the queries of each work item, each every second row.
 template <typename T, int head_dim>
 struct QueryCopier {
   PrefillShared<T, head_dim>& s;
+  const int warp;
   int num_items = 0;
 
   __device__ __forceinline__ void copy_item(const PrefillItem<T, head_dim>& item) {
     constexpr int row_chunks = head_dim / 8;
-    constexpr int copied_rows = kWarpSize / row_chunks;  // at a time
+    constexpr int step = 2 * kWarpSize / row_chunks;  // rows at a time, by both warps
     const int chunk = threadIdx.x % row_chunks;
-    wait_barrier(&s.queries_empty, num_items++ % 2 ^ 1);
+    const int group_heads = item.a.group_heads;
+    const int head_step = step % group_heads;
+    const int token_step = step / group_heads;
+    int row = (warp * kWarpSize + threadIdx.x % kWarpSize) / row_chunks;
+    int token = (item.first_row + row) / group_heads;
+    int head = item.first_row + row - token * group_heads;
+    const T* queries = item.a.q + item.query_start * item.a.q_stride + item.kv_head * group_heads * head_dim + chunk * 8;
+    const int stage = num_items % kQueryStages;
+    wait_barrier(&s.queries_empty[stage], num_items / kQueryStages % 2 ^ 1);
 #pragma unroll 4
-    for (int first = 0; first < PrefillShape<head_dim>::rows; first += copied_rows) {
-      const int row = first + threadIdx.x % kWarpSize / row_chunks;
+    for (int i = 0; i < PrefillShape<head_dim>::rows / step; ++i) {
       const bool valid = item.first_row + row < item.num_rows;
-      const T* source = item.a.q + (valid ? item.row_offset(item.first_row + row, item.a.q_stride) : 0) + chunk * 8;
-      T* panel = s.queries[row / kRows][chunk / 8];
-      copy16_async(panel + panel_offset(row % kRows, chunk % 8), source, valid);
+      T* panel = s.queries[stage][row / kRows][chunk / 8];
+      copy16_async(panel + panel_offset(row % kRows, chunk % 8),
+                   valid ? queries + token * item.a.q_stride + head * head_dim : item.a.q, valid);
+      row += step;
+      token += token_step;
+      head += head_step;
+      if (head >= group_heads) {
+        head -= group_heads;
+        ++token;
+      }
     }
     copy_commit();
     copy_wait<0>();
     publish_to_async();
     __syncwarp();
-    if (elected()) arrive(&s.queries_full);
+    if (elected()) arrive(&s.queries_full[stage]);
+    ++num_items;
   }
 };
 
