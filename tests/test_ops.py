@@ -277,6 +277,40 @@ CHUNKS = [  # (context, queries at its end)
 ]
 
 
+def check_attention_prefill(
+    device: str,
+    chunks: list[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    repeats: int = 1,
+) -> None:
+    scale = head_dim**-0.5
+    contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
+    for dtype, g in each_dtype(device):
+        cache, table, dense = paged(g, contexts, num_kv_heads, head_dim, block_size, dtype)
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        qkv = randn(g, int(starts[-1]), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device)
+        q = qkv[:, : num_heads * head_dim]
+        rows, lens = torch.arange(len(chunks), dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
+        inputs = [t.to(device) for t in (cache, table, rows, starts, lens)]
+        outs = []
+        for _ in range(repeats):
+            out = poisoned(int(starts[-1]), num_heads * head_dim, dtype=dtype, device=device)
+            ops.attention_prefill(out, q, *inputs, max(lengths), scale)
+            outs.append(out)
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        result, heads = outs[0].cpu(), q.cpu().unflatten(-1, (num_heads, head_dim))
+        for s, (context, _) in enumerate(chunks):
+            part = slice(int(starts[s]), int(starts[s + 1]))
+            if part.start == part.stop:
+                continue
+            exact = attention(heads[part].double(), dense[s].double(), context - 1, scale)
+            plain = attention(heads[part], dense[s], context - 1, scale)
+            check(result[part], exact.flatten(1), plain.flatten(1))
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), GQA)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -289,20 +323,16 @@ def test_attention_prefill(
     block_size: int,
     chunks: list[tuple[int, int]],
 ) -> None:
-    scale = head_dim**-0.5
-    contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
-    for dtype, g in each_dtype(device):
-        cache, table, dense = paged(g, contexts, num_kv_heads, head_dim, block_size, dtype)
-        starts = torch.tensor([0, *lengths]).cumsum(0).int()
-        qkv = randn(g, int(starts[-1]), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device)
-        q = qkv[:, : num_heads * head_dim]
-        rows, lens = torch.arange(len(chunks), dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
-        out = poisoned(int(starts[-1]), num_heads * head_dim, dtype=dtype, device=device)
-        inputs = [t.to(device) for t in (cache, table, rows, starts, lens)]
-        ops.attention_prefill(out, q, *inputs, max(lengths), scale)
-        result, heads = out.cpu(), q.cpu().unflatten(-1, (num_heads, head_dim))
-        for s, (context, _) in enumerate(chunks):
-            part = slice(int(starts[s]), int(starts[s + 1]))
-            exact = attention(heads[part].double(), dense[s].double(), context - 1, scale)
-            plain = attention(heads[part], dense[s], context - 1, scale)
-            check(result[part], exact.flatten(1), plain.flatten(1))
+    check_attention_prefill(device, chunks, num_heads, num_kv_heads, head_dim, block_size)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 128)])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_attention_prefill_of_many(
+    device: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    """More work than the kernel has CTAs, unevenly spread: short chunks, also empty ones, around a long one."""
+    chunks = [(i % 50 + 1 + i % 3 * 16, (i % 50 + 1) * (i != 7)) for i in range(60)]
+    chunks.insert(23, (LONG // 2, LONG // 2))
+    repeats = REPEATS if device == "cuda" else 1
+    check_attention_prefill(device, chunks, num_heads, num_kv_heads, head_dim, block_size, repeats)
