@@ -1,11 +1,11 @@
-// attention_prefill on Hopper (after FlashAttention-3, Shah et al. 2024): the formula and layouts of attention_prefill.cu.
-// Shapes: a work item is one sequence, one KV head and 64 rows (token, query head) for each of W warpgroups; W = 3 (D 64)
-//   or 2 (D 128). Keys are taken 128 at a time.
-// Mapping: one CTA per SM. One warp copies tiles of K and V, block by block through the block table, into a ring in shared
-//   memory; W warpgroups multiply. Each computes the scores of the next tile while it weights the values of this one, and
-//   they take turns at the tensor cores, so that some multiply while others are at their softmax.
-// Traffic: 4 L^2 / 2 * D * Q flop for a prompt of L tokens; bound by the tensor cores and, at D 64, as much by exp2.
-// Limits: sm_90a; bf16, fp16; D 64 or 128; block size 16; any Q / K.
+// attention_prefill for sm_90a: formula, shapes and strides of attention_prefill.cu. (After FlashAttention-3, Shah et
+// al. 2024, https://arxiv.org/abs/2407.08608.)
+// Mapping: a CTA per SM goes from work item to work item: W times 64 rows (token, query head of one KV head), W = 3
+//   (D 64) or 2 (D 128). Four warps copy: K and V in tiles of 128 keys, block by block through the block table, and the
+//   queries. W warpgroups multiply: each starts the scores of a tile together with the weighted sum of the tile before,
+//   and they take turns at the tensor cores, so that some multiply while others are at their softmax.
+// Traffic: 4 L^2 / 2 * D * Q flop for a prompt of L tokens; bound by the tensor cores. K and V come from L2.
+// Limits: bf16, fp16; D 64 or 128; block size 16; any Q / K; scale > 0.
 #include "attention_prefill_hopper.cuh"
 
 #include <algorithm>
@@ -14,13 +14,12 @@
 namespace tinyvllm {
 namespace {
 
-// One warpgroup: its rows of a work item. A lane has parts of two rows, `half` 0 and 1: lane / 4 of its warp's 16, and 8
-// more; the registers of products are laid out as hopper.cuh says.
+// One warpgroup: its rows of a work item. A lane has parts of two rows, `half` 0 and 1: lane / 4 of its warp's 16, and
+// 8 more; the registers of products are laid out as hopper.cuh says.
 template <typename T, int head_dim>
 struct Multiplier {
   static constexpr int stages = PrefillShape<head_dim>::stages;
   static constexpr int warpgroups = PrefillShape<head_dim>::warpgroups;
-  static constexpr bool turns = true;
   PrefillShared<T, head_dim>& s;
   const int index;              // of the warpgroup
   int tile = 0;                 // the first of the work item in the ring
@@ -36,8 +35,9 @@ struct Multiplier {
     float factors[2];
   };
 
-  __device__ __forceinline__ Multiplier(PrefillShared<T, head_dim>& shared, int warpgroup) : s(shared), index(warpgroup) {
-    if (turns && index == warpgroups - 1) pass_turn();
+  __device__ __forceinline__ Multiplier(PrefillShared<T, head_dim>& shared, int warpgroup)
+      : s(shared), index(warpgroup) {
+    if (index == warpgroups - 1) pass_turn();
   }
 
   __device__ __forceinline__ void attend(const PrefillItem<T, head_dim>& item) {
@@ -48,11 +48,11 @@ struct Multiplier {
     const int all_see = item.position(first_row);  // the last key that every row attends to
     const int position[2] = {item.position(row), item.position(row + 8)};
 
-    wait_barrier(&s.queries_full[num_items % kQueryStages], num_items / kQueryStages % 2);
+    wait_barrier(shared_address(&s.queries_full[num_items % kQueryStages]), num_items / kQueryStages % 2);
     if (own_tiles > 0) {
       start_scores(0);
-      wait_products<0>();
-      pin(scores);
+      wgmma_wait<0>();
+      settle(scores);
       release(kK, 0);
       if (own_tiles == 1) release(&s.queries_empty[num_items % kQueryStages]);
       weigh<true>(kKeys - 1 > all_see, position[0], position[1], item.a.scale);
@@ -66,23 +66,23 @@ struct Multiplier {
         start_scores(i);
         start_values(i - 1);
         pass_turn();
-        wait_products<1>();
-        pin(scores);
+        wgmma_wait<1>();
+        settle(scores);
         release(kK, i);
         if (i + 1 == own_tiles) release(&s.queries_empty[num_items % kQueryStages]);
         const Correction correction = weigh<false>(first_key + kKeys - 1 > all_see, position[0] - first_key,
                                                    position[1] - first_key, item.a.scale);
-        wait_products<0>();
-        pin(values);
-        pin(weights);
+        wgmma_wait<0>();
+        settle(values);
+        settle(weights);
         release(kV, i - 1);
         correct(correction);
         pack_weights();
       }
       start_values(own_tiles - 1);
-      wait_products<0>();
-      pin(values);
-      pin(weights);
+      wgmma_wait<0>();
+      settle(values);
+      settle(weights);
       release(kV, own_tiles - 1);
       store(item, row);
     }
@@ -105,43 +105,43 @@ struct Multiplier {
   __device__ __forceinline__ int stage(int i) const { return (tile + i) % stages; }
 
   __device__ __forceinline__ void wait_for(Matrix matrix, int i) {
-    wait_barrier(&s.full[matrix][stage(i)], (tile + i) / stages % 2);
+    wait_barrier(shared_address(&s.full[matrix][stage(i)]), (tile + i) / stages % 2);
   }
 
   // This warp no longer reads what the barrier stands for.
   __device__ __forceinline__ void release(uint64_t* empty) {
-    if (threadIdx.x % kWarpSize == 0) arrive(empty);
+    if (threadIdx.x % kWarpSize == 0) arrive(shared_address(empty));
   }
   __device__ __forceinline__ void release(Matrix matrix, int i) { release(&s.empty[matrix][stage(i)]); }
 
   __device__ __forceinline__ void take_turn() {
-    if (turns) sync_threads(kTurnBarrier + index, 2 * kWarpgroup);
+    named_barrier(kTurnBarrier + index, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void pass_turn() {
-    if (turns) signal_threads(kTurnBarrier + (index + 1) % warpgroups, 2 * kWarpgroup);
+    signal_named_barrier(kTurnBarrier + (index + 1) % warpgroups, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ void start_scores(int i) {
     wait_for(kK, i);
-    const uint64_t queries = operand(s.queries[num_items % kQueryStages][index]);
-    const uint64_t keys = operand(s.tiles[kK][stage(i)]);
-    begin_products();
+    const uint64_t queries = panel_descriptor(shared_address(s.queries[num_items % kQueryStages][index]));
+    const uint64_t keys = panel_descriptor(shared_address(s.tiles[kK][stage(i)]));
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < head_dim / 16; ++k) {
-      constexpr int steps = kPanelColumns / 16;
+      constexpr int steps = kTileColumns / 16;
       multiply<T>(scores, queries + k / steps * kPanelUnits<kRows> + k % steps * 2,
                   keys + k / steps * kPanelUnits<kKeys> + k % steps * 2, k > 0);
     }
-    commit_products();
+    wgmma_commit();
   }
 
   __device__ __forceinline__ void start_values(int i) {
     wait_for(kV, i);
-    const uint64_t rows = operand(s.tiles[kV][stage(i)], kPanelUnits<kKeys> * 16);
-    begin_products();
+    const uint64_t rows = panel_descriptor(shared_address(s.tiles[kV][stage(i)]), kPanelUnits<kKeys> * 16);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) multiply<T>(values, &weights[4 * k], rows + k * kPanelUnits<16>);
-    commit_products();
+    wgmma_commit();
   }
 
   // Turns scores into weights. If `masked`, the rows attend only to keys up to last0 and last1 of the tile. Raises the
@@ -211,10 +211,7 @@ struct Multiplier {
 };
 
 template <typename T, int head_dim>
-__global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
-    attention_prefill_hopper_kernel(const __grid_constant__ PrefillArguments<T> a,
-                                    const __grid_constant__ CUtensorMap map) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__device__ __forceinline__ void prefill_on_hopper(const PrefillArguments<T>& a, const CUtensorMap& map) {
   using S = PrefillShape<head_dim>;
   constexpr int registers = head_dim == 64 ? 160 : 224;  // of a thread that multiplies
   constexpr int copy_registers = head_dim == 64 ? 32 : 56;
@@ -223,16 +220,16 @@ __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
   if (threadIdx.x == 0) {
     constexpr int readers = S::warpgroups * kWarpgroup / kWarpSize;
     for (int i = 0; i < kQueryStages; ++i) {
-      init_barrier(&s.queries_full[i], 2);
-      init_barrier(&s.queries_empty[i], readers);
+      init_barrier(shared_address(&s.queries_full[i]), 2);
+      init_barrier(shared_address(&s.queries_empty[i]), readers);
     }
     for (const Matrix matrix : {kK, kV}) {
       for (int i = 0; i < S::stages; ++i) {
-        init_barrier(&s.full[matrix][i], 1);
-        init_barrier(&s.empty[matrix][i], readers);
+        init_barrier(shared_address(&s.full[matrix][i]), 1);
+        init_barrier(shared_address(&s.empty[matrix][i]), readers);
       }
     }
-    init_barrier(&s.ragged_full, 1);
+    init_barrier(shared_address(&s.ragged_full), 1);
     publish_barriers();
   }
   __syncthreads();
@@ -245,7 +242,7 @@ __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
     give_up_registers<copy_registers>();
     const int role = warp % (kWarpgroup / kWarpSize);
     if (role < 2) {
-      TileCopier<T, head_dim> copier{s, &map, static_cast<Matrix>(role)};
+      TileCopier<T, head_dim> copier{s, map, static_cast<Matrix>(role)};
       for_each_item<T, head_dim>(a, [&](const auto& item) { copier.copy_item(item); });
     } else {
       QueryCopier<T, head_dim> copier{s, role - 2};
@@ -257,7 +254,13 @@ __global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
     for_each_item<T, head_dim>(a, [&](const auto& item) { multiplier.attend(item); });
     if (warpgroup == 0) multiplier.take_turn();  // so that none is left over
   }
-#endif
+}
+
+template <typename T, int head_dim>
+__global__ void __launch_bounds__(PrefillShape<head_dim>::threads, 1)
+    attention_prefill_hopper_kernel(const __grid_constant__ PrefillArguments<T> a,
+                                    const __grid_constant__ CUtensorMap map) {
+  if constexpr (kHopperCode) prefill_on_hopper<T, head_dim>(a, map);
 }
 
 }  // namespace
@@ -272,12 +275,12 @@ cudaError_t attention_prefill_hopper(const PrefillArguments<T>& a, cudaStream_t 
     return cudaErrorInvalidValue;
   }
   CUtensorMap map;
-  // The number of blocks is that of the cache, unknown here; block ids are not checked.
-  const cudaError_t error = make_map(&map, a.kv_cache, max_int, kBlockSize, head_dim, kBlockSize);
+  // How many blocks the cache has is not known here; block ids are trusted, as in the portable kernel.
+  const cudaError_t error = describe_array(&map, a.kv_cache, max_int, kBlockSize, head_dim, kBlockSize);
   if (error != cudaSuccess) return error;
   const int64_t num_ctas = std::min<int64_t>(num_items, device_attribute(cudaDevAttrMultiProcessorCount, 1));
-  return launch(attention_prefill_hopper_kernel<T, head_dim>, static_cast<unsigned>(num_ctas), S::threads, sizeof(PrefillShared<T, head_dim>), stream,
-                a, map);
+  return launch(attention_prefill_hopper_kernel<T, head_dim>, static_cast<unsigned>(num_ctas), S::threads,
+                sizeof(PrefillShared<T, head_dim>), stream, a, map);
 }
 
 template cudaError_t attention_prefill_hopper<__nv_bfloat16, 64>(const PrefillArguments<__nv_bfloat16>&, cudaStream_t);

@@ -1,8 +1,8 @@
 // The parts of attention_prefill on Hopper that are not arithmetic: shapes, the order of work, the copying of tiles.
 #pragma once
 
+#include "attention_hopper.cuh"
 #include "attention_prefill.cuh"
-#include "hopper.cuh"
 
 namespace tinyvllm {
 
@@ -11,9 +11,9 @@ constexpr int kKeys = 128;  // of a tile
 constexpr int kRows = 64;   // of a warpgroup
 constexpr int kQueryStages = 2;
 
-// From one panel of that many rows to the next, in units of wgmma's operands.
+// From one panel of that many rows to the next, in units of panel_descriptor().
 template <int rows>
-constexpr int kPanelUnits = rows * kPanelColumns * 2 / 16;
+constexpr int kPanelUnits = rows * kTileColumns * 2 / 16;
 
 template <int head_dim>
 struct PrefillShape {
@@ -21,7 +21,7 @@ struct PrefillShape {
   static constexpr int rows = kRows * warpgroups;
   static constexpr int threads = kWarpgroup * (1 + warpgroups);
   static constexpr int stages = head_dim == 64 ? 4 : 2;
-  static constexpr int panels = head_dim / kPanelColumns;
+  static constexpr int panels = head_dim / kTileColumns;
 };
 
 enum Matrix { kK = 0, kV = 1 };
@@ -30,8 +30,8 @@ constexpr int kTurnBarrier = 1;  // of the first warpgroup
 template <typename T, int head_dim>
 struct PrefillShared {
   using S = PrefillShape<head_dim>;
-  T queries[kQueryStages][S::warpgroups][S::panels][kRows * kPanelColumns];
-  T tiles[2][S::stages][S::panels][kKeys * kPanelColumns];
+  T queries[kQueryStages][S::warpgroups][S::panels][kRows * kTileColumns];
+  T tiles[2][S::stages][S::panels][kKeys * kTileColumns];
   uint64_t queries_full[kQueryStages], queries_empty[kQueryStages];
   uint64_t full[2][S::stages], empty[2][S::stages];
   uint64_t ragged_full;  // a tile of V that goes past the end has been copied, but not cleared there
@@ -98,7 +98,7 @@ __device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, Func
   }
 }
 
-// Two warps, which copy the queries of each work item, each every second row.
+// Two warps, which copy the queries of each work item.
 template <typename T, int head_dim>
 struct QueryCopier {
   PrefillShared<T, head_dim>& s;
@@ -115,9 +115,10 @@ struct QueryCopier {
     int row = (warp * kWarpSize + threadIdx.x % kWarpSize) / row_chunks;
     int token = (item.first_row + row) / group_heads;
     int head = item.first_row + row - token * group_heads;
-    const T* queries = item.a.q + item.query_start * item.a.q_stride + item.kv_head * group_heads * head_dim + chunk * 8;
+    const T* queries =
+        item.a.q + item.query_start * item.a.q_stride + item.kv_head * group_heads * head_dim + chunk * 8;
     const int stage = num_items % kQueryStages;
-    wait_barrier(&s.queries_empty[stage], num_items / kQueryStages % 2 ^ 1);
+    wait_barrier(shared_address(&s.queries_empty[stage]), num_items / kQueryStages % 2 ^ 1);
 #pragma unroll 4
     for (int i = 0; i < PrefillShape<head_dim>::rows / step; ++i) {
       const bool valid = item.first_row + row < item.num_rows;
@@ -136,7 +137,7 @@ struct QueryCopier {
     copy_wait<0>();
     publish_to_async();
     __syncwarp();
-    if (elected()) arrive(&s.queries_full[stage]);
+    if (elected()) arrive(shared_address(&s.queries_full[stage]));
     ++num_items;
   }
 };
@@ -148,7 +149,7 @@ struct TileCopier {
   static constexpr int stages = PrefillShape<head_dim>::stages;
   static constexpr int tile_blocks = kKeys / kBlockSize;
   PrefillShared<T, head_dim>& s;
-  const CUtensorMap* map;
+  const CUtensorMap& map;
   const Matrix matrix;
   int tile = 0;
   int num_ragged = 0;
@@ -164,9 +165,9 @@ struct TileCopier {
       const int valid_keys = item.num_keys - first_block * kBlockSize;
       const bool ragged = matrix == kV && valid_keys < kKeys;
       const int stage = tile % stages;
-      T(&target)[panels][kKeys * kPanelColumns] = s.tiles[matrix][stage];
-      uint64_t* full = ragged ? &s.ragged_full : &s.full[matrix][stage];
-      wait_barrier(&s.empty[matrix][stage], tile / stages % 2 ^ 1);
+      T(&target)[panels][kKeys * kTileColumns] = s.tiles[matrix][stage];
+      const uint32_t full = shared_address(ragged ? &s.ragged_full : &s.full[matrix][stage]);
+      wait_barrier(shared_address(&s.empty[matrix][stage]), tile / stages % 2 ^ 1);
       if (elected()) {
         arrive_expecting(full, count * kBlockSize * head_dim * static_cast<int>(sizeof(T)));
 #pragma unroll
@@ -174,22 +175,22 @@ struct TileCopier {
           const int index = (blocks[i] * item.a.num_kv_heads + item.kv_head) * 2 + matrix;
 #pragma unroll
           for (int p = 0; p < panels; ++p) {
-            T* panel = target[p] + i * kBlockSize * kPanelColumns;
-            if (i < count) copy_box(panel, map, p * kPanelColumns, 0, index, full);
+            T* panel = target[p] + i * kBlockSize * kTileColumns;
+            if (i < count) copy_box(shared_address(panel), map, p * kTileColumns, 0, index, full);
           }
         }
       }
       if (ragged) {
         wait_barrier(full, num_ragged++ % 2);
         clear_rows(target, valid_keys);
-        if (elected()) arrive(&s.full[matrix][stage]);
+        if (elected()) arrive(shared_address(&s.full[matrix][stage]));
       }
     }
   }
 
   // Keys past the end have weight 0, but 0 times what lies there could be NaN.
-  __device__ __forceinline__ void clear_rows(T (&target)[panels][kKeys * kPanelColumns], int first_row) {
-    constexpr int row_chunks = kPanelColumns / 8;
+  __device__ __forceinline__ void clear_rows(T (&target)[panels][kKeys * kTileColumns], int first_row) {
+    constexpr int row_chunks = kTileColumns / 8;
     for (int i = first_row * row_chunks + threadIdx.x % kWarpSize; i < kKeys * row_chunks; i += kWarpSize) {
 #pragma unroll
       for (int p = 0; p < panels; ++p) store16(target[p] + i * 8, make_uint4(0, 0, 0, 0));

@@ -1,8 +1,8 @@
 """Compiles the kernels without a GPU: `python -m cuda_ext.check`, behind `make kernels`.
 
 Every `.cu` is compiled for sm_80 and sm_90a with warnings as errors; what ptxas says about each kernel is printed as a
-table, and spilled registers or a stack frame fail the check. bindings.cpp is compiled for its syntax and warnings. What
-has not changed since the last run is taken from the build folder.
+table. Spilled registers, a stack frame, and warpgroup products that cannot overlap fail the check. bindings.cpp is
+compiled for its syntax and warnings. What has not changed since the last run is taken from the build folder.
 """
 
 from __future__ import annotations
@@ -145,6 +145,12 @@ def check(folder: Path) -> bool:
                 good = False
                 print(f"{source.name} for {arch} does not compile:\n{printed}", file=sys.stderr)
                 continue
+            if "wgmma.mma_async instructions are serialized" in printed:  # for ptxas not even a warning
+                good = False
+                print(
+                    f"{source.name} for {arch} waits for each product before it starts the next:\n{printed}",
+                    file=sys.stderr,
+                )
             rows += [(source.name, arch, kernel) for kernel in parse_ptxas(printed)]
         ok, printed = bindings.result()
         if not ok:

@@ -1,10 +1,11 @@
-// What kernels for sm_90a share: mbarriers, tensor copies (TMA), warpgroup matrix products (wgmma), register budgets.
-// Facts from the PTX ISA, "Asynchronous warpgroup-level matrix instructions" and "Asynchronous copy". The instructions
-// assemble only for sm_90a: a kernel that uses them has its body under `#ifdef __CUDA_ARCH_FEAT_SM90_ALL`.
+// What Hopper adds, for sm_90a only: copies of matrix tiles by the tensor memory accelerator (TMA) that report to
+// barriers in shared memory, clusters of CTAs that read each other's shared memory, and matrix products of a warpgroup
+// (wgmma). Facts from the PTX ISA 8.0 and newer, chapters "mbarrier", "cp.async.bulk.tensor" and "wgmma".
 //
-// Tiles. A panel is any number of rows of 64 16-bit elements (128 bytes) that starts at a multiple of 1024 bytes;
-// 16-byte chunk c of row r lies at chunk c ^ (r % 8). So a tensor copy writes it (128-byte swizzle), and so wgmma reads
-// it. Rows that are longer than 64 elements are several panels.
+// A tile in shared memory is rows of 128 bytes (64 elements of K), its start a multiple of 1024 bytes; the copy stores
+// the 16-byte piece p of row r at piece p ^ (r % 8) of that row ("128-byte swizzle"), and wgmma reads it so.
+//
+// Use these functions only under `if constexpr (kHopperCode)`. Shared memory is addressed by 32-bit numbers.
 #pragma once
 
 #include <cuda.h>
@@ -13,227 +14,228 @@
 
 namespace tinyvllm {
 
-constexpr int kWarpgroup = 128;   // threads
-constexpr int kPanelColumns = 64;  // elements of a panel's row
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHopperCode = true;
+#else
+constexpr bool kHopperCode = false;
+#endif
 
-// The offset, in elements, of 16-byte chunk `chunk` of row `row` in a panel.
-__device__ __forceinline__ int panel_offset(int row, int chunk) {
-  return row * kPanelColumns + (chunk ^ (row & 7)) * 8;
+constexpr int kTileColumns = 64;      // elements of K
+constexpr int kTileRowBytes = 128;
+constexpr int kTileAlignment = 1024;
+constexpr int kWarpgroup = 128;       // threads
+
+// ---- Barriers (mbarrier). A phase ends when all arrivals and all announced bytes have come; parities 0, 1, 0, ... ----
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// ---- Barriers ----
-
-// One thread prepares a barrier whose phase ends after `arrivals` arrivals and all bytes expected with them; then
-// publish_barriers(), then __syncthreads().
-__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
+// After init_barrier, before another thread, CTA or copy uses the barrier; a CTA or cluster barrier must follow.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and makes the phase wait for that many bytes of tensor copies too.
-__device__ __forceinline__ void arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits for the end of the phase of this parity: 0 for the first, then 1, 0, ... Of a fresh barrier, 1 is over.
-__device__ __forceinline__ void wait_barrier(uint64_t* barrier, int parity) {
+// Returns once the phase of this parity has ended. On a fresh barrier parity 1 counts as ended.
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
-  while (!done) {
+  while (done == 0) {
     asm volatile(
-        "{.reg .pred done;\n"
+        "{\n.reg .pred done;\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;}"
+        "selp.u32 %0, 1, 0, done;\n}"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(barrier), "r"(parity)
         : "memory");
   }
 }
 
-// Named barrier `id`, 1 to 15: waits until num_threads have called this or signal_threads().
-__device__ __forceinline__ void sync_threads(int id, int num_threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+// ---- Copies of tiles from a matrix in global memory, described by a map (a __grid_constant__ parameter) ----
+
+// For what is read once.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 
-__device__ __forceinline__ void signal_threads(int id, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
+// What this thread has seen of global memory is there for its tile copies too.
+__device__ __forceinline__ void fence_tile_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// What this thread has written to shared memory is seen by wgmma and tensor copies behind the next barrier.
-__device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// All threads of a warpgroup set the number of registers they own, a multiple of 8.
-template <int registers>
-__device__ __forceinline__ void give_up_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-template <int registers>
-__device__ __forceinline__ void claim_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-// ---- Tensor copies ----
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// True in one lane of a warp that is all here. (The compiler knows that, as it would not of `lane == 0`: a tensor copy's
-// operands lie in registers of the warp, and it would loop over the lanes.)
-__device__ __forceinline__ bool elected() {
-  uint32_t result;
+// The tile that starts at (row, column); what lies outside of the matrix is zero. All bytes count at the barrier.
+__device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap& map, int row, int column,
+                                          uint32_t barrier) {
   asm volatile(
-      "{.reg .pred one;\n"
-      "elect.sync _|one, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, one;}"
-      : "=r"(result));
-  return result != 0;
-}
-
-// One thread starts the copy of the map's box at element (x, y, z) into a panel; the barrier is told of its bytes.
-__device__ __forceinline__ void copy_box(void* panel, const CUtensorMap* map, int x, int y, int z, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(panel)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
 
-// Host: the map of a contiguous array [depth, rows, columns] of 16-bit elements, in boxes of 64 columns and box_rows rows.
-inline cudaError_t make_map(CUtensorMap* map, const void* array, uint64_t depth, uint64_t rows, uint64_t columns,
-                            uint32_t box_rows) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult status{};
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status);
-    return error == cudaSuccess && status == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t sizes[] = {columns, rows, depth};
-  const cuuint64_t strides[] = {columns * 2, rows * columns * 2};  // bytes, of all but the first dimension
-  const cuuint32_t box[] = {kPanelColumns, box_rows, 1};
-  const cuuint32_t steps[] = {1, 1, 1};
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(array), sizes, strides, box,
-                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+__device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap& map, int row, int column,
+                                          uint32_t barrier, uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(cache_policy)
+      : "memory");
 }
 
-// ---- Matrix products of a warpgroup ----
-//
-// d[64, n] += a[64, 16] * b[16, n], asynchronous: after begin_products() several of them, then commit_products(). Until
-// wait_products() says that they are done, their registers are left alone. Row 16 w + lane / 4 of d belongs to warp w of
-// the warpgroup: the lane has columns 2 (lane % 4) + {0, 1} + 8 j in d[4 j] and d[4 j + 1], and those of the row 8 below
-// in d[4 j + 2] and d[4 j + 3]. In registers, a is like two such groups of 8 columns, packed in pairs: a[0] of the row,
-// a[1] of the row 8 below, a[2] and a[3] the same of the next 8 columns.
-
-// Where wgmma finds the first 16 columns of a panel, as `a` or `b` with k along its rows; the next 16 are at + 2. Or the
-// first 16 rows of a panel, as `b` with n along its rows; the next 16 are at + 128, and the columns from 64 on lie
-// panel_bytes further.
-__device__ __forceinline__ uint64_t operand(const void* panel, int panel_bytes = 16) {
-  constexpr uint64_t eight_rows = 1024, swizzle_128 = 1;
-  return (shared_address(panel) & 0x3ffff) >> 4 | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
-         (eight_rows >> 4) << 32 | swizzle_128 << 62;
+// Asks for the tile of 64 rows to be in L2.
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap& map, int row, int column) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
+               : "memory");
 }
 
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// ---- Clusters. Every thread of every CTA of the cluster arrives, and later waits, the same number of times ----
 
-// Waits until at most `pending` of the committed groups are not done.
+// Publishes what the thread wrote to its shared memory.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// Without waiting for its writes.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Four floats at this address in the CTA of this rank.
+__device__ __forceinline__ float4 load_from(uint32_t shared, int rank) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(shared), "r"(rank)
+      : "memory");
+  return v;
+}
+
+// Barrier 1 to 15 of the CTA, for some of its threads.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- Matrix products: d[64, n] += a[64, 16] * b[n, 16]^T, all tiles with K contiguous ----
+
+// A tile for wgmma: its address in units of 16 bytes, 1024 bytes from 8 rows to the next 8, 128-byte swizzle. Adding
+// 2 goes to the next 16 elements of K, adding 8 to the next row.
+__host__ __device__ constexpr uint64_t tile_descriptor(uint32_t shared) {
+  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | static_cast<uint64_t>(1024 >> 4) << 32 |
+         static_cast<uint64_t>(1) << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most `pending` of the committed groups are incomplete.
 template <int pending>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Keeps the compiler from moving uses of registers that products read or write across this point.
+#define REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS_16 REGISTERS_8 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_32 REGISTERS_16 ", " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_64 REGISTERS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_128 REGISTERS_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, " \
+  "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, " \
+  "%122, %123, %124, %125, %126, %127"
+#define OPERANDS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define OPERANDS_8(i) OPERANDS_4(i), OPERANDS_4(i + 4)
+#define OPERANDS_16(i) OPERANDS_8(i), OPERANDS_8(i + 8)
+#define OPERANDS_32(i) OPERANDS_16(i), OPERANDS_16(i + 16)
+#define OPERANDS_64(i) OPERANDS_32(i), OPERANDS_32(i + 32)
+#define OPERANDS_128(i) OPERANDS_64(i), OPERANDS_64(i + 64)
+#define WGMMA(type, n, count, a_operand, b_operand)                                                        \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" REGISTERS_##count "}, " \
+               a_operand ", " b_operand ", 1, 1, 1, 0, 0;"                                                 \
+               : OPERANDS_##count(0)                                                                       \
+               : "l"(a), "l"(b))
+#define WGMMA_OF_TYPE(n, count, a_operand, b_operand)   \
+  if constexpr (std::is_same_v<T, __half>) {            \
+    WGMMA("f16", n, count, a_operand, b_operand);       \
+  } else {                                              \
+    WGMMA("bf16", n, count, a_operand, b_operand);      \
+  }
+
+// Thread t of the warpgroup holds of d, with w = t / 32, g = t % 32 / 4, q = t % 4: element 4 j + i is row
+// 16 w + g + 8 (i / 2), column 8 j + 2 q + i % 2. n is a multiple of 16; one instruction takes up to 256 columns.
+template <typename T, int n>
+__device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b) {
+  constexpr int part = n >= 256 ? 256 : n >= 128 ? 128 : n >= 64 ? 64 : n >= 32 ? 32 : 16;
+  if constexpr (part == 256) {
+    WGMMA_OF_TYPE("256", 128, "%128", "%129")
+  } else if constexpr (part == 128) {
+    WGMMA_OF_TYPE("128", 64, "%64", "%65")
+  } else if constexpr (part == 64) {
+    WGMMA_OF_TYPE("64", 32, "%32", "%33")
+  } else if constexpr (part == 32) {
+    WGMMA_OF_TYPE("32", 16, "%16", "%17")
+  } else {
+    WGMMA_OF_TYPE("16", 8, "%8", "%9")
+  }
+  if constexpr (n > part) wgmma<T, n - part>(d + part / 2, a, b + part * kTileRowBytes / 16);
+}
+
+#undef REGISTERS_8
+#undef REGISTERS_16
+#undef REGISTERS_32
+#undef REGISTERS_64
+#undef REGISTERS_128
+#undef OPERANDS_4
+#undef OPERANDS_8
+#undef OPERANDS_16
+#undef OPERANDS_32
+#undef OPERANDS_64
+#undef OPERANDS_128
+#undef WGMMA
+#undef WGMMA_OF_TYPE
+
+// Behind the wait for the last products and before d is read: keeps the compiler from reading it earlier.
 template <int count>
-__device__ __forceinline__ void pin(float (&registers)[count]) {
+__device__ __forceinline__ void settle(float (&d)[count]) {
 #pragma unroll
-  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-template <int count>
-__device__ __forceinline__ void pin(uint32_t (&registers)[count]) {
-#pragma unroll
-  for (int i = 0; i < count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
+// ---- Host ----
 
-template <typename T>
-struct WgmmaType;
-template <>
-struct WgmmaType<__nv_bfloat16> {
-  static constexpr char name[] = ".bf16";
-};
-template <>
-struct WgmmaType<__half> {
-  static constexpr char name[] = ".f16";
-};
-
-// a and b in shared memory, k along the rows of both; `accumulate` false: d = a * b.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{.reg .pred more; setp.ne.b32 more, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32%67%67 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
-      "%59, %60, %61, %62, %63}, "
-      "%64, %65, more, 1, 1, 0, 0;}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "C"(WgmmaType<T>::name));
-}
-
-// a in registers, b in shared memory with n along its rows.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[32], const uint32_t* a, uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32%37%37 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "C"(WgmmaType<T>::name));
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[64], const uint32_t* a, uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32%69%69 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
-      "%59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "C"(WgmmaType<T>::name));
+// Describes a row-major matrix of 16-bit elements for copies of tiles of box_rows (at most 256) x 64 elements.
+inline cudaError_t describe_matrix(CUtensorMap* map, const void* matrix, int rows, int columns, int box_rows) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return error;
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(columns) * 2};
+  const cuuint32_t box[2] = {kTileColumns, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result = reinterpret_cast<Encode>(encode)(
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(matrix), size, row_bytes, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 }  // namespace tinyvllm

@@ -25,7 +25,9 @@ def main() -> None:
     t.test_decode_inputs("cuda")
     for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):
         t.test_attention_decode("cuda", num_heads, num_kv_heads, head_dim, 16)
-        t.test_attention_prefill("cuda", num_heads, num_kv_heads, head_dim, 16, [(7, 7), (65, 64), (300, 17)])
+        for block_size in (16, 32):  # the first is for the Hopper kernel, where there is one
+            chunks = [(7, 7), (65, 64), (300, 17)]
+            t.test_attention_prefill("cuda", num_heads, num_kv_heads, head_dim, block_size, chunks)
     t.test_attention_decode_of_many("cuda", 80)
     s.test_sample_greedy("cuda", 4099)
     s.test_sample_padding_touches_nothing("cuda")

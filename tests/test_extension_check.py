@@ -79,6 +79,13 @@ def test_spill_fails(fault: dict[str, int], compilers: Path, capsys: pytest.Capt
     assert "<-- registers in local memory" in capsys.readouterr().out
 
 
+def test_serialized_products_fail(compilers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    says = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    (compilers / "says").write_text(f"{says}\n{ptxas()}")
+    assert run(compilers) == 1
+    assert "waits for each product" in capsys.readouterr().err
+
+
 def test_compile_error_fails_and_is_not_kept(compilers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (compilers / "says").write_text("embedding.cu(7): error: something")
     (compilers / "fails").write_text("")
