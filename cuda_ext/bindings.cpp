@@ -117,6 +117,32 @@ void matvec_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
                        is_float ? Dtype::kF32 : dtype, call.stream()));
 }
 
+void linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  Call call("linear_hopper", out);
+  const Dtype dtype = call.activation("x", x);
+  call.check("x", x, x.scalar_type(), {-1, -1});
+  call.check("weight", weight, x.scalar_type(), {-1, x.size(1)});
+  const bool is_float = out.scalar_type() == kFloat;
+  call.check("out", out, is_float ? kFloat : x.scalar_type(), {x.size(0), weight.size(0)});
+  if (out.numel() == 0) return;
+  call.launched(linear_hopper(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
+                              call.fits_int("out features", weight.size(0)),
+                              call.fits_int("in features", x.size(1)), dtype, is_float ? Dtype::kF32 : dtype,
+                              call.stream()));
+}
+
+void gated_linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  Call call("gated_linear_hopper", out);
+  const Dtype dtype = call.activation("x", x);
+  call.check("x", x, x.scalar_type(), {-1, -1});
+  call.check("out", out, x.scalar_type(), {x.size(0), -1});
+  call.check("weight", weight, x.scalar_type(), {2 * out.size(1), x.size(1)});
+  if (out.numel() == 0) return;
+  call.launched(gated_linear_hopper(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
+                                    call.fits_int("out features", out.size(1)),
+                                    call.fits_int("in features", x.size(1)), dtype, call.stream()));
+}
+
 void decode_inputs_op(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& context_lens,
                       const Tensor& next_positions, const Tensor& last_tokens, const Tensor& rows,
                       const Tensor& block_table, int64_t block_size) {
@@ -265,6 +291,8 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("rope_store", tinyvllm::rope_store_op);
   m.impl("silu_mul", tinyvllm::silu_mul_op);
   m.impl("matvec", tinyvllm::matvec_op);
+  m.impl("linear_hopper", tinyvllm::linear_hopper_op);
+  m.impl("gated_linear_hopper", tinyvllm::gated_linear_hopper_op);
   m.impl("decode_inputs", tinyvllm::decode_inputs_op);
   m.impl("attention_decode", tinyvllm::attention_decode_op);
   m.impl("attention_prefill", tinyvllm::attention_prefill_op);

@@ -268,30 +268,44 @@ inline bool is_captured(cudaStream_t stream) {
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
 }
 
-// Launches kernel(arguments...). In a captured graph on sm_90 and newer the kernel may start before its predecessor has
-// ended (an eager launch may not: the predecessor could be the one that writes the weights), and every kernel asks for
-// the same split of L1 and shared memory, because an SM must be idle to change it.
+// Launches kernel(arguments...) in clusters of cluster_size CTAs (1 before sm_90). In a captured graph on sm_90 and newer
+// the kernel may start before its predecessor has ended (an eager launch may not: the predecessor could be the one that
+// writes the weights), and every kernel asks for the same split of L1 and shared memory, because an SM must be idle to
+// change it.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream,
-                   Arguments... arguments) {
+cudaError_t launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cta, int cluster_size, size_t shared_bytes,
+                            cudaStream_t stream, const Arguments&... arguments) {
   if (shared_bytes > 32 * 1024) {  // more than 48 KB must be asked for, and a kernel's static memory counts as well
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  cudaLaunchAttribute attributes[3] = {};
+  unsigned count = 0;
+  if (cluster_size > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+  }
+  if (is_captured(stream) && device_attribute(cudaDevAttrComputeCapabilityMajor, 0) >= 9) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = cta;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = is_captured(stream) && device_attribute(cudaDevAttrComputeCapabilityMajor, 0) >= 9 ? 2 : 0;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream,
+                   const Arguments&... arguments) {
+  return launch_clusters(kernel, grid, cta, 1, shared_bytes, stream, arguments...);
 }
 
 }  // namespace tinyvllm

@@ -19,6 +19,7 @@ from tinyvllm_cli import ops
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FLOOR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
 TOKENS = [1, 7, 19, 83, 989]
+REPEATS = 50
 BAD_BLOCK = 2**30  # an index that no test's cache has
 
 
@@ -220,7 +221,6 @@ def attention(q: Tensor, kv: Tensor, position: int, scale: float) -> Tensor:
 GQA = [(2, 2), (9, 3), (16, 4), (7, 1), (8, 1), (16, 1)]
 LONG = 4097 if torch.cuda.is_available() else 530
 EDGES = [1, 15, 16, 17, 33, 255, LONG]
-REPEATS = 50
 
 
 def check_attention_decode(

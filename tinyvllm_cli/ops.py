@@ -19,6 +19,8 @@ SCHEMAS = {
     "rope_store": "(Tensor(a!) qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor positions, Tensor slots) -> ()",
     "silu_mul": "(Tensor(a!) out, Tensor gate_up) -> ()",
     "matvec": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
+    "linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
+    "gated_linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) context_lens, "
     "Tensor(e!) next_positions, Tensor last_tokens, Tensor rows, Tensor block_table, int block_size) -> ()",
     "attention_decode": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
@@ -79,6 +81,19 @@ def silu_mul(out: Tensor, gate_up: Tensor) -> None:
 def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """out = x @ weight.T for 1 to MATVEC_MAX_ROWS rows, fp32 inside. Shapes and dtypes as in `linear`."""
     _ops.matvec(out, x, weight)
+
+
+def linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out = x @ weight.T for 9 to 256 rows on compute capability 9.0, fp32 inside. Shapes and dtypes as in `linear`."""
+    _ops.linear_hopper(out, x, weight)
+
+
+def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out = silu(gate) * up, gate and up = x @ weight.T, all fp32 inside, where `linear_hopper` works.
+
+    x [T, in], weight [2I, in]: gate rows, then up rows; out [T, I] of x's dtype.
+    """
+    _ops.gated_linear_hopper(out, x, weight)
 
 
 def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:

@@ -58,6 +58,15 @@ def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
     out.copy_(x.float() @ weight.float().t())
 
 
+def linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    matvec(out, x, weight)
+
+
+def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    gate, up = (x.float() @ weight.float().t()).chunk(2, dim=-1)
+    torch.mul(functional.silu(gate), up, out=out)
+
+
 def decode_inputs(
     token_ids: Tensor,
     positions: Tensor,

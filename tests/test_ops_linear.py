@@ -1,0 +1,57 @@
+"""The linear kernels for 9 to 256 rows against fp64, as `test_ops` does it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_ops import REPEATS, check, each_dtype, poisoned, randn
+from torch.nn import functional
+
+from tinyvllm_cli import ops
+
+ROWS = [9, 16, 17, 32, 33, 64, 83, 96, 100, 128, 160, 192, 255, 256] if torch.cuda.is_available() else [9, 83]
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper(device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "k"), [(3072, 2048), (2048, 8192), (9001, 576), (576, 1536), (8, 8), (301, 264)])
+def test_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
+    for dtype, g in each_dtype(device):
+        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
+        exact, plain = x.double() @ weight.double().t(), functional.linear(x, weight)
+        for out_dtype in {dtype, torch.float32}:
+            outs = []
+            for _ in range(REPEATS if device == "cuda" else 1):
+                outs.append(poisoned(rows, n, dtype=out_dtype, device=device))
+                ops.linear_hopper(outs[-1], x, weight)
+            assert all(torch.equal(out, outs[0]) for out in outs)
+            check(outs[0], exact.cpu(), plain)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "k"), [(8192, 512), (2048, 2048), (9001, 64), (576, 1536), (8, 8), (301, 264)])
+def test_gated_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
+    for dtype, g in each_dtype(device):
+        x = randn(g, rows, k, dtype=dtype, device=device)
+        weight = randn(g, 2 * n, k, dtype=dtype, device=device, std=0.1)
+        out = poisoned(rows, n, dtype=dtype, device=device)
+        ops.gated_linear_hopper(out, x, weight)
+        gate, up = (x.double() @ weight.double().t()).cpu().chunk(2, -1)
+        plain_gate, plain_up = functional.linear(x, weight).chunk(2, -1)
+        check(out, functional.silu(gate) * up, functional.silu(plain_gate) * plain_up)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_row_does_not_depend_on_the_number_of_rows(device: str, rows: int) -> None:
+    for dtype, g in each_dtype(device):
+        x = randn(g, 256, 512, dtype=dtype, device=device)
+        weight = randn(g, 3072, 512, dtype=dtype, device=device)
+        most, some = (torch.empty(n, 3072, dtype=dtype, device=device) for n in (256, rows))
+        ops.linear_hopper(most, x, weight)
+        ops.linear_hopper(some, x[:rows].contiguous(), weight)
+        assert device == "cpu" or torch.equal(some, most[:rows])
