@@ -90,9 +90,11 @@ __device__ __forceinline__ void run_linear(void* out, const CUtensorMap& x_map, 
   const Layout& layout = work.layout;
   const uint32_t base = shared_address(shared);
   const Ring<kRows> ring{base, base + work.barriers_at, work.num_slots};
-  const int split = blockIdx.x % layout.splits;
-  const Part part{layout.first_chunk(split), layout.first_chunk(split + 1), static_cast<int>(blockIdx.x) / layout.splits,
-                  static_cast<int>(gridDim.x) / layout.splits};
+  const int cta = blockIdx.x;
+  const int split = cta % layout.splits;
+  const int num_ctas = gridDim.x;
+  const Part part{layout.first_chunk(split), layout.first_chunk(split + 1), cta / layout.splits,
+                  num_ctas / layout.splits};
   const int warp = threadIdx.x / kWarpSize;
   const bool leads = threadIdx.x % kWarpSize == 0;
 
@@ -144,9 +146,9 @@ __device__ __forceinline__ void run_linear(void* out, const CUtensorMap& x_map, 
 }
 
 template <typename T, int kRows>
-__global__ __launch_bounds__(kThreads, 1) void linear_hopper_kernel(void* out, const __grid_constant__ CUtensorMap x_map,
-                                                                    const __grid_constant__ CUtensorMap weight_map,
-                                                                    const __grid_constant__ Work work) {
+__global__ __launch_bounds__(kThreads, 1) void linear_hopper_kernel(
+    void* out, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map,
+    const __grid_constant__ Work work) {
   if constexpr (kHopperCode) run_linear<T, kRows>(out, x_map, weight_map, work);
 }
 

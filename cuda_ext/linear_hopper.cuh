@@ -62,7 +62,9 @@ struct Ring {
   uint32_t slots, barriers;  // addresses in shared memory
   int num_slots;
 
-  __device__ uint32_t weights(int slot, int group) const { return slots + slot * kSlotBytes + group * kWeightTileBytes; }
+  __device__ uint32_t weights(int slot, int group) const {
+    return slots + slot * kSlotBytes + group * kWeightTileBytes;
+  }
   __device__ uint32_t x(int slot) const { return weights(slot, 2); }
   __device__ uint32_t weights_full(int slot) const { return barriers + 8 * slot; }
   __device__ uint32_t x_full(int slot) const { return barriers + 8 * (num_slots + slot); }
@@ -97,7 +99,8 @@ __device__ __forceinline__ void store_features(void* out, int row, int feature, 
   }
 }
 
-// The sums of a unit (the layout is wgmma's) go to global memory; the warpgroup of `up` hands its sums to that of `gate`.
+// Stores a unit that is one CTA's alone, 16 rows at a time. When gated, the second warpgroup, which has `up`, hands its
+// sums to the first, which has `gate`.
 template <typename T, int kRows>
 __device__ __forceinline__ void store_unit(void* out, const float (&sums)[kRows / 2], float* slices, int unit_feature,
                                            const Work& work) {
@@ -143,7 +146,7 @@ __device__ __forceinline__ void store_unit(void* out, const float (&sums)[kRows 
   }
 }
 
-// partials[row][feature] of this CTA = its sums.
+// partials[row][feature] = the sums of this CTA.
 template <int kRows>
 __device__ __forceinline__ void write_partials(float* partials, const float (&sums)[kRows / 2]) {
   const int feature = threadIdx.x / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
@@ -161,8 +164,9 @@ __device__ __forceinline__ void add(float4& sum, const float4& part) {
   sum.w += part.w;
 }
 
-// Adds up, for this CTA's share of the features, the partial sums of all CTAs that split K, and stores them. Each begins
-// with its own and goes on with those of its successors: the order belongs to the feature, and no two read from one CTA.
+// Adds up the partial sums of all CTAs of the cluster, for this CTA's share of the features, and stores them. Each CTA
+// begins with its own and goes on with its successors', so that they do not all read from one at once (that takes eight
+// times as long), and yet the order depends on the feature alone.
 template <typename T>
 __device__ __forceinline__ void reduce_partials(void* out, uint32_t partials, int unit_feature, int split,
                                                 const Work& work) {

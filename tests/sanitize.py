@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import test_ops as t
+import test_ops_linear as lin
 import test_ops_sampling as s
 
 import tinyvllm_cli.reference  # noqa: F401
@@ -22,6 +23,11 @@ def main() -> None:
     for rows in (1, 3, 8):
         t.test_matvec("cuda", rows, 301, 264)
         t.test_matvec("cuda", rows, 576, 1536)
+    lin.REPEATS = 2
+    for rows in (9, 40, 128):
+        lin.test_linear_hopper("cuda", rows, 301, 264)
+        lin.test_linear_hopper("cuda", rows, 576, 1536)
+        lin.test_gated_linear_hopper("cuda", rows, 301, 264)
     t.test_decode_inputs("cuda")
     for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):
         t.test_attention_decode("cuda", num_heads, num_kv_heads, head_dim, 16)

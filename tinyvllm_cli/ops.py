@@ -9,6 +9,8 @@ features, B blocks. Index tensors are int32 and use -1 for padding. A failed che
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -42,8 +44,15 @@ for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema)
 _ops = torch.ops.tinyvllm
 
+# Which kernel multiplies how many rows, from the microseconds that all GEMMs, norms and SwiGLU of a Llama-3.2-1B step
+# take in bf16 on an H200 (with `matvec`, a whole step of 8 rows takes 844):
+#   rows              16   32   64   96  128  256
+#   linear_hopper    744  774  862  967 1038 1515
+#   cuBLAS           912  978 1014 1046 1116 1313
 MATVEC_MAX_ROWS = 8
-"""Up to so many rows `linear` streams the weights by the `matvec` kernel; above, the GEMM is cuBLAS'."""
+"""Up to so many rows `linear` streams the weights by the `matvec` kernel."""
+HOPPER_MAX_ROWS = 128
+"""Up to so many it takes `linear_hopper` on compute capability 9.0; above, and elsewhere, the GEMM is cuBLAS'."""
 
 
 def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
@@ -84,7 +93,7 @@ def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out = x @ weight.T for 9 to 256 rows on compute capability 9.0, fp32 inside. Shapes and dtypes as in `linear`."""
+    """out = x @ weight.T for up to 256 rows on compute capability 9.0, fp32 inside; shapes, dtypes as in `linear`."""
     _ops.linear_hopper(out, x, weight)
 
 
@@ -96,16 +105,37 @@ def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
     _ops.gated_linear_hopper(out, x, weight)
 
 
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def suits_hopper(x: Tensor) -> bool:
+    """Whether x [T, in] is multiplied by `linear_hopper` and `gated_linear_hopper`."""
+    return MATVEC_MAX_ROWS < x.size(0) <= HOPPER_MAX_ROWS and _is_hopper(x.device)
+
+
 def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """out = x @ weight.T. x [T, in], weight [N, in], out [T, N] of x's dtype, or fp32 (logits)."""
     if x.device.type == "cuda" and x.size(0) <= MATVEC_MAX_ROWS:
         matvec(out, x, weight)
+    elif suits_hopper(x):
+        linear_hopper(out, x, weight)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
     elif x.device.type == "cuda":
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
     else:
         torch.mm(x.to(out.dtype), weight.t().to(out.dtype), out=out)
+
+
+def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+    """`silu_mul` of `linear`. x [T, in], weight [2I, in], out [T, I]; gate_up [T, 2I] is room for what lies between."""
+    if suits_hopper(x):
+        gated_linear_hopper(out, x, weight)
+    else:
+        linear(gate_up, x, weight)
+        silu_mul(out, gate_up)
 
 
 def decode_inputs(

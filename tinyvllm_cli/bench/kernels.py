@@ -151,6 +151,7 @@ class _Shapes:
 
         rows, size = x.size(0), weights[0].numel()
         name = "matvec" if x.is_cuda and rows <= ops.MATVEC_MAX_ROWS else "linear"
+        name = "linear_hopper" if ops.suits_hopper(x) else name
         nbytes = weights[0].nbytes + x.nbytes + out.nbytes
         return _Op(name, what, nbytes, 2 * rows * size, lambda i: ops.linear(out, x, weights[i % len(weights)]))
 
@@ -175,6 +176,12 @@ class _Shapes:
             lambda i: ops.rope_store(self.qkv, self.cache[i], self.rope, self.positions, self.slots),
         )  # fmt: skip
         yield self._linear("o", self.projection, self.attention, [layer.o for layer in w.layers])
+        if ops.suits_hopper(self.normed):
+            size, nbytes = w.layers[0].gate_up.numel(), w.layers[0].gate_up.nbytes
+            yield _Op(
+                "gated_linear_hopper", "gate_up", nbytes + row + self.activation.nbytes, 2 * self.tokens * size,
+                lambda i: ops.gated_linear_hopper(self.activation, self.normed, w.layers[i].gate_up),
+            )  # fmt: skip
         yield self._linear("gate_up", self.gate_up, self.normed, [layer.gate_up for layer in w.layers])
         nbytes = self.gate_up.nbytes + self.activation.nbytes
         yield _Op("silu_mul", "", nbytes, 0, lambda i: ops.silu_mul(self.activation, self.gate_up))

@@ -185,7 +185,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
         Buffer("attention", (t, q * d), dtype, "T x Q x D", "attention output", (("attention", "o"),)),
         Buffer("projection", (t, h), dtype, "T x H", "output of o, then of down", proj),
         Buffer("gate_up", (t, 2 * i), dtype, "T x 2I", "gate and up projections", (("gate_up", "silu_mul"),)),
-        Buffer("activation", (t, i), dtype, "T x I", "SiLU(gate) x up", (("silu_mul", "down"),)),
+        Buffer("activation", (t, i), dtype, "T x I", "SiLU(gate) x up", (("gate_up", "down"),)),
         Buffer("sample_hidden", (s, h), dtype, "S x H", "rows that need logits", (("final_norm", "logits"),)),
         Buffer("logits", (s, v), "float32", "S x V", "logits of the sampled rows", (("logits", "sample"),)),
         Buffer("attention_partials", (partials, d + 2), "float32", "max over n of n x Q x splits(n) x (D + 2)",

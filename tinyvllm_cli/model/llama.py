@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.weights import Weights
 
 StageHook = Callable[[str, int], None]
-"""Called after each stage with its name (`memory.plan.STAGES`) and layer, -1 outside the layers: tests and profiles."""
+"""Called after each stage with its name (`memory.plan.STAGES`) and layer, -1 outside the layers: tests and profiles. An
+op that is several stages counts as the last of them."""
 
 
 @dataclass(slots=True)
@@ -90,9 +91,7 @@ class Llama:
             done("o", i)
             ops.add_rms_norm(normed, hidden, projection, layer.mlp_norm, c.rms_norm_eps)
             done("mlp_norm", i)
-            ops.linear(gate_up, normed, layer.gate_up)
-            done("gate_up", i)
-            ops.silu_mul(activation, gate_up)
+            ops.gated_linear(activation, gate_up, normed, layer.gate_up)
             done("silu_mul", i)
             ops.linear(projection, activation, layer.down)
             done("down", i)
