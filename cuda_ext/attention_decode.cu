@@ -19,7 +19,10 @@ constexpr int kHeads = 8;       // query heads of a CTA: the columns of an mma
 constexpr int kWholeTiles = 6;  // per warp: a merge costs about as much
 
 template <int head_dim>
-constexpr int kMaxWarps = 1024 / head_dim;  // of a CTA, and of an SM: their rings fill its shared memory
+constexpr int kSmWarps = 1024 / head_dim;  // their rings fill an SM's shared memory
+
+template <int head_dim>
+constexpr int kMaxWarps = kSmWarps<head_dim> / 2;  // of a CTA: room for the kernels before and after it
 
 template <int head_dim>
 constexpr int kRingBytes = kStages * 2 * kTile * head_dim * 2;  // of a warp; more than store_part needs
@@ -192,13 +195,16 @@ __device__ void store_part(const Softmax<head_dim>& softmax, float* shared, bool
   for (int i = threadIdx.x; i < num_heads * (head_dim / 4); i += blockDim.x) {
     const int head = i / (head_dim / 4);
     const int dim = i % (head_dim / 4) * 4;
-    float max = stats[head].x;
-#pragma unroll 4
-    for (int w = 1; w < num_warps; ++w) max = fmaxf(max, stats[w * kHeads + head].x);
+    float max = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kMaxWarps<head_dim>; ++w) {
+      if (w < num_warps) max = fmaxf(max, stats[w * kHeads + head].x);
+    }
     float sum = 0.0f;
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-    for (int w = 0; w < num_warps; ++w) {
+#pragma unroll
+    for (int w = 0; w < kMaxWarps<head_dim>; ++w) {
+      if (w >= num_warps) break;
       const float2 stat = stats[w * kHeads + head];
       const float4 value = *reinterpret_cast<const float4*>(values + (w * kHeads + head) * pitch + dim);
       const float weight = fast_exp2(stat.x - max);
@@ -220,7 +226,8 @@ __device__ void store_part(const Softmax<head_dim>& softmax, float* shared, bool
 }
 
 template <typename T, int head_dim>
-__global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize) attention_decode_kernel(const Arguments<T> a) {
+__global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head_dim> / kMaxWarps<head_dim>)
+    attention_decode_kernel(const Arguments<T> a) {
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / kWarpSize;
   const int num_warps = blockDim.x / kWarpSize;
@@ -228,7 +235,7 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize) attention_dec
   int* shared_item = reinterpret_cast<int*>(shared) + num_warps * kRingBytes<head_dim> / 4;
   const int groups = ceil_div(a.group_heads, kHeads);
   const int group_dims = a.group_heads * head_dim;
-  const int64_t num_slots = static_cast<int64_t>(a.num_seqs) * a.num_kv_heads * a.rule.num_splits;
+  const int64_t num_slots = static_cast<int64_t>(a.num_seqs) * a.num_kv_heads * (a.rule.max_parts + 1);
   float* slot_values = a.workspace;                                                     // [num_slots, group_dims]
   float2* slot_stats = reinterpret_cast<float2*>(slot_values + num_slots * group_dims);  // [num_slots, group_heads]
   allow_next_kernel();
@@ -242,7 +249,7 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize) attention_dec
     total = part.total * a.num_kv_heads * groups;
     if (item >= total) break;
     const int row = __ldcg(a.rows + part.seq);
-    const int length = row < 0 ? 0 : __ldcg(a.context_lens + part.seq);
+    const int length = row < 0 ? 0 : part.length;
     T* group_out = a.out + (static_cast<int64_t>(part.seq) * a.num_kv_heads + kv_head) * group_dims;
     T* out = group_out + group_head * head_dim;
     if (length == 0) {
@@ -290,7 +297,7 @@ int choose_warps(int64_t pairs) {
   const size_t max_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 * 1024);
   int num_warps = kMaxWarps<head_dim>;
   while (num_warps > 1 &&
-         (pairs * num_warps > num_sms * kMaxWarps<head_dim> || shared_bytes<head_dim>(num_warps) > max_bytes)) {
+         (pairs * num_warps > num_sms * kSmWarps<head_dim> || shared_bytes<head_dim>(num_warps) > max_bytes)) {
     num_warps /= 2;
   }
   return num_warps;
@@ -315,13 +322,13 @@ cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const v
       using T = typename decltype(type)::type;
       if (num_seqs == 0) return cudaSuccess;
       const int num_warps = choose_warps<dim()>(pairs);
-      const PartRule rule{num_splits, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile};
+      const int even_parts = num_splits > 1 ? (num_splits > 2 ? (num_splits - 1) / 2 : 1) : 0;
+      const PartRule rule{even_parts, num_splits - 1, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile};
       const Arguments<T> arguments{
           static_cast<T*>(out), static_cast<const T*>(q), q_stride, static_cast<const T*>(kv_cache), block_table,
           table_stride, rows, context_lens, workspace, counters, num_seqs, num_kv_heads, num_heads / num_kv_heads,
           block_size, rule, scale * kLog2E};
-      // One CTA per part that equal contexts have.
-      const int64_t grid = pairs * (num_splits > 1 ? num_splits - 1 : 1);
+      const int64_t grid = pairs * (even_parts > 0 ? even_parts : 1);
       return launch(attention_decode_kernel<T, dim()>, static_cast<unsigned>(grid), num_warps * kWarpSize,
                     shared_bytes<dim()>(num_warps), stream, arguments);
     });

@@ -6,73 +6,86 @@
 
 namespace tinyvllm {
 
-// A part of a sequence's context: part `index` of `count`. Parts are numbered through all sequences up to `total`.
+constexpr float kEven = 1.25f;  // contexts are uneven if one is longer than this many times the mean
+
+// Part `index` of `count` of a context of `length` tokens. Parts are numbered through all sequences up to `total`.
 struct Part {
   int seq;
+  int length;
   int index;
   int count;
   int total;
 };
 
 struct PartRule {
-  int num_splits;    // 1: never cut
+  int even_parts;    // of each of nearly equal contexts; 0: nothing is ever cut
+  int max_parts;     // of a mean context, if contexts are uneven
   int whole_tokens;  // contexts up to this are never cut: merging would cost more
   int min_tokens;    // of a part
 };
 
-// A sequence's context is cut into ceil(length / part_tokens) parts. With n = num_splits - 1, part_tokens is the mean
-// context / n, and half a part's n-th more, so that nearly equal contexts give exactly n parts each; there are never
-// more than num_seqs * num_splits. All lanes of a warp call it and get the same result. It reads past L1, so that it may
-// run before wait_for_previous_kernel().
+// A context is cut into ceil(length / part_tokens) parts. If none is much longer than the mean, part_tokens is the mean /
+// even_parts and half a part's even_parts-th more, so that nearly equal contexts give even_parts each; else it is the
+// mean / max_parts: the parts that the queue holds fill the gaps that the first ones leave. So there are never more than
+// num_seqs * (max_parts + 1). All lanes of a warp call it and get the same result. It reads past L1, so that it may run
+// before wait_for_previous_kernel().
 __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, const PartRule& rule, int number) {
-  if (rule.num_splits == 1) return {number, 0, 1, num_seqs};
-  const int lane = threadIdx.x % kWarpSize;
+  constexpr int held = 8;  // lengths in registers: enough for 256 sequences
+  const int share = ceil_div(num_seqs, kWarpSize);
+  const int first_seq = threadIdx.x % kWarpSize * share;  // a lane has `share` consecutive sequences
+  const int end_seq = min(first_seq + share, num_seqs);
+  int lengths[held];
+#pragma unroll
+  for (int i = 0; i < held; ++i) lengths[i] = first_seq + i < end_seq ? __ldcg(context_lens + first_seq + i) : 0;
+  const auto for_each_seq = [&](auto&& visit) {
+#pragma unroll
+    for (int i = 0; i < held; ++i) {
+      if (first_seq + i < end_seq) visit(first_seq + i, lengths[i]);
+    }
+    for (int seq = first_seq + held; seq < end_seq; ++seq) visit(seq, __ldcg(context_lens + seq));
+  };
+
   unsigned tokens = 0;
   unsigned contexts = 0;
   int longest = 0;
-#pragma unroll 4
-  for (int seq = lane; seq < num_seqs; seq += kWarpSize) {
-    const int length = __ldcg(context_lens + seq);
+  for_each_seq([&](int, int length) {
     tokens += length;
     contexts += length > 0 ? 1 : 0;
     longest = max(longest, length);
-  }
+  });
   tokens = __reduce_add_sync(kAllLanes, tokens);
   contexts = __reduce_add_sync(kAllLanes, contexts);
   longest = __reduce_max_sync(kAllLanes, longest);
-  const float n = rule.num_splits - 1;
-  const float mean = static_cast<float>(tokens) / (max(contexts, 1u) * n);
-  const int part_tokens = max(rule.min_tokens, static_cast<int>(ceilf(mean * (1.0f + 0.5f / n))));
-  if (longest <= max(part_tokens, rule.whole_tokens)) return {number, 0, 1, num_seqs};
-
-  const int share = ceil_div(num_seqs, kWarpSize);  // consecutive sequences of a lane
-  const auto parts_of = [&](int i) {
-    const int seq = lane * share + i;
-    if (seq >= num_seqs) return 0;
-    const int length = __ldcg(context_lens + seq);
-    return length <= rule.whole_tokens ? 1 : ceil_div(length, part_tokens);
+  const float mean = static_cast<float>(tokens) / max(contexts, 1u);
+  const bool even = longest <= kEven * mean;
+  const float parts_of_mean = even ? rule.even_parts : rule.max_parts;
+  const float slack = even ? 1.0f + 0.5f / parts_of_mean : 1.0f;
+  const int part_tokens = max(rule.min_tokens, static_cast<int>(ceilf(mean / parts_of_mean * slack)));
+  const bool cut = rule.even_parts > 0 && longest > max(part_tokens, rule.whole_tokens);
+  const auto parts_of = [&](int length) {
+    return cut && length > rule.whole_tokens ? ceil_div(length, part_tokens) : 1;
   };
+
   int parts = 0;
-#pragma unroll 4
-  for (int i = 0; i < share; ++i) parts += parts_of(i);
+  for_each_seq([&](int, int length) { parts += parts_of(length); });
   int end = parts;  // becomes the number of the first part after this lane's
 #pragma unroll
   for (int offset = 1; offset < kWarpSize; offset *= 2) {
     const int below = __shfl_up_sync(kAllLanes, end, offset);
-    if (lane >= offset) end += below;
+    if (threadIdx.x % kWarpSize >= offset) end += below;
   }
   int first = end - parts;
   const unsigned owner = __ballot_sync(kAllLanes, first <= number && number < end);
-  Part part{0, 0, 0, 0};
-#pragma unroll 4
-  for (int i = 0; i < share; ++i) {
-    const int count = parts_of(i);
-    if (first <= number && number < first + count) part = {lane * share + i, number - first, count, 0};
+  Part part{0, 0, 0, 0, 0};
+  for_each_seq([&](int seq, int length) {
+    const int count = parts_of(length);
+    if (first <= number && number < first + count) part = {seq, length, number - first, count, 0};
     first += count;
-  }
+  });
   const int source = __ffs(static_cast<int>(owner)) - 1;  // any lane if there is no such part
-  return {__shfl_sync(kAllLanes, part.seq, source), __shfl_sync(kAllLanes, part.index, source),
-          __shfl_sync(kAllLanes, part.count, source), __shfl_sync(kAllLanes, end, kWarpSize - 1)};
+  return {__shfl_sync(kAllLanes, part.seq, source), __shfl_sync(kAllLanes, part.length, source),
+          __shfl_sync(kAllLanes, part.index, source), __shfl_sync(kAllLanes, part.count, source),
+          __shfl_sync(kAllLanes, end, kWarpSize - 1)};
 }
 
 // Takes the next of `total` items that no CTA has; the CTA goes on until it gets one that does not exist. The last to be
@@ -88,15 +101,20 @@ __device__ inline int take_item(int32_t* queue, int total, int* shared_item) {
   return *shared_item;
 }
 
+// Adds 1 and returns what was there. What this thread knows to be written before is seen by whom a later one is returned.
+__device__ __forceinline__ int32_t arrive(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Counts this CTA's arrival; true in all threads of the last of `arrivals` CTAs, which then sees what the others wrote.
 __device__ inline bool is_last_to_arrive(int32_t* counter, int arrivals) {
   bool last = false;
-  __syncthreads();  // all stores of this CTA come before the fence
+  __syncthreads();  // all stores of this CTA come before the arrival
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(counter, 1) == arrivals - 1;
+    last = arrive(counter) == arrivals - 1;
     if (last) *counter = 0;  // as the next launch expects it
-    __threadfence();
   }
   return __syncthreads_or(last);
 }
@@ -105,28 +123,48 @@ __device__ inline bool is_last_to_arrive(int32_t* counter, int arrivals) {
 template <typename T, int head_dim>
 __device__ void merge_parts(T* out, const float* values, int64_t values_stride, const float2* stats,
                             int64_t stats_stride, int num_parts, int num_heads) {
+  constexpr int chunk = 16;  // parts whose values and stats are on their way at a time
+  constexpr int pairs = head_dim / 64;
   const int lane = threadIdx.x % kWarpSize;
   for (int head = threadIdx.x / kWarpSize; head < num_heads; head += blockDim.x / kWarpSize) {
     float max = -INFINITY;
-    for (int i = lane; i < num_parts; i += kWarpSize) max = fmaxf(max, __ldcg(stats + i * stats_stride + head).x);
-    max = warp_max(max);
     float sum = 0.0f;
-    float2 total[head_dim / 64] = {};
-#pragma unroll 16
-    for (int i = 0; i < num_parts; ++i) {
-      const float2 stat = __ldcg(stats + i * stats_stride + head);
-      const float weight = fast_exp2(stat.x - max);
-      sum += weight * stat.y;
+    float2 total[pairs] = {};
+    for (int begin = 0; begin < num_parts; begin += chunk) {
+      float2 stat[chunk];
+      float2 value[chunk][pairs];
 #pragma unroll
-      for (int d = 0; d < head_dim / 64; ++d) {
-        const float* source = values + i * values_stride + head * head_dim + d * 64 + 2 * lane;
-        const float2 value = __ldcg(reinterpret_cast<const float2*>(source));
-        total[d].x += weight * value.x;
-        total[d].y += weight * value.y;
+      for (int i = 0; i < chunk; ++i) {
+        const int part = begin + i;
+        stat[i] = part < num_parts ? __ldcg(stats + part * stats_stride + head) : make_float2(-INFINITY, 0.0f);
+#pragma unroll
+        for (int d = 0; d < pairs; ++d) {
+          const float* source = values + part * values_stride + head * head_dim + d * 64 + 2 * lane;
+          value[i][d] =
+              part < num_parts ? __ldcg(reinterpret_cast<const float2*>(source)) : make_float2(0.0f, 0.0f);
+        }
+      }
+      float new_max = max;
+#pragma unroll
+      for (int i = 0; i < chunk; ++i) new_max = fmaxf(new_max, stat[i].x);
+      const float correction = fast_exp2(max - new_max);
+      max = new_max;
+      sum *= correction;
+#pragma unroll
+      for (int d = 0; d < pairs; ++d) total[d] = make_float2(total[d].x * correction, total[d].y * correction);
+#pragma unroll
+      for (int i = 0; i < chunk; ++i) {
+        const float weight = fast_exp2(stat[i].x - max);
+        sum += weight * stat[i].y;
+#pragma unroll
+        for (int d = 0; d < pairs; ++d) {
+          total[d].x += weight * value[i][d].x;
+          total[d].y += weight * value[i][d].y;
+        }
       }
     }
 #pragma unroll
-    for (int d = 0; d < head_dim / 64; ++d) {
+    for (int d = 0; d < pairs; ++d) {
       *reinterpret_cast<uint32_t*>(out + head * head_dim + d * 64 + 2 * lane) =
           pack2<T>(total[d].x / sum, total[d].y / sum);
     }
