@@ -270,6 +270,12 @@ def test_attention_decode_of_many(device: str, num_seqs: int) -> None:
     check_attention_decode(device, contexts, 8, 8, 64, 16)
 
 
+@pytest.mark.parametrize("contexts", [[8 * LONG], [31 * LONG + 1, 5], [LONG, LONG - 40, LONG + 3]])
+def test_attention_decode_of_long_contexts(device: str, contexts: list[int]) -> None:
+    """Up to 127,008 tokens on CUDA: parts of one context, of uneven ones, of nearly equal ones."""
+    check_attention_decode(device, contexts, 4, 1, 64, 16)
+
+
 CHUNKS = [  # (context, queries at its end)
     [(1, 1), (7, 7), (16, 16), (17, 17), (83, 83)],
     [(64, 1), (65, 64), (300, 17), (16, 3), (589, 100), (31, 31)],

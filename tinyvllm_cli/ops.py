@@ -176,10 +176,10 @@ def attention_decode(
     """Attention of one query token per sequence over its cached context (PagedAttention, Kwon et al. 2023).
 
     out [S, Q * D]; q [S, Q * D], any row stride; kv_cache [B, K, 2, block_size, D]; block_table int32 [max_num_seqs,
-    *]; rows, context_lens int32 [S], context length 0 gives a zero row. Contexts are split in up to num_splits - 1
-    parts on average, whose results are merged in a fixed order (Flash-Decoding); 1 splits none. workspace fp32, at
-    least S * Q * num_splits * (D + 2); counters int32, at least S * K + 1, zero before and after. In a captured graph
-    see `launch.h` for what its predecessors may write.
+    *]; rows, context_lens int32 [S], context length 0 gives a zero row. Uneven contexts are split in num_splits - 1
+    parts on average, nearly equal ones in half as many, whose results are merged in a fixed order (Flash-Decoding);
+    1 splits none. workspace fp32, at least S * Q * num_splits * (D + 2); counters int32, at least S * K + 1, zero
+    before and after. In a captured graph see `launch.h` for what its predecessors may write.
     """
     _ops.attention_decode(out, q, kv_cache, block_table, rows, context_lens, workspace, counters, num_splits, scale)
 

@@ -156,11 +156,12 @@ def default_limits(
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
-    """`num_splits` of `attention_decode`: one more than the CTAs for each (sequence, KV head) that fill the card.
+    """`num_splits` of `attention_decode`: equal contexts are cut into as many parts as fill the card, uneven ones finer.
 
-    1 would give each pair one CTA, however uneven the contexts are.
+    The kernel makes at most num_seqs * num_splits parts: (num_splits - 1) / 2 of each of equal contexts, and of uneven
+    ones twice as many and one more for each sequence. 1 would cut none, however uneven they are.
     """
-    return 1 + max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
+    return 1 + 2 * max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
 
 
 def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
