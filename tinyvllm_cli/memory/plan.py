@@ -156,7 +156,7 @@ def default_limits(
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
-    """`num_splits` of `attention_decode`: equal contexts are cut into as many parts as fill the card, uneven ones finer.
+    """`num_splits` of `attention_decode`: equal contexts are cut into parts that fill the card, uneven ones finer.
 
     The kernel makes at most num_seqs * num_splits parts: (num_splits - 1) / 2 of each of equal contexts, and of uneven
     ones twice as many and one more for each sequence. 1 would cut none, however uneven they are.
