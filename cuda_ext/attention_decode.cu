@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kTile = 16;       // tokens a warp takes at a time: the rows of an mma
 constexpr int kStages = 3;      // tiles in each warp's ring
+constexpr int kAhead = 4;       // tiles beyond those in the ring whose blocks are looked up
 constexpr int kHeads = 8;       // query heads of a CTA: the columns of an mma
 constexpr int kWholeTiles = 6;  // per warp: a merge costs about as much
 
@@ -86,26 +87,37 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
                        int num_heads, const Tiles& tiles, float scale) {
   constexpr int stage_elements = 2 * kTile * head_dim;
   const int lane = threadIdx.x % kWarpSize;
+  struct Place {
+    int32_t block;
+    int offset;
+  };
   // Lanes r and r + 16 look up row r of a tile. Past the end they look up the last token, which is then not read.
-  const auto position = [&](int tile) { return min(tile * kTile + lane % kTile, tiles.length - 1); };
-  const auto copy_tile = [&](int stage, int tile, const T* lane_key) {
-    T* keys = ring + stage * stage_elements;
+  const auto look_up = [&](int tile) {
+    const int position = min(tile * kTile + lane % kTile, tiles.length - 1);
+    const int column = position / kv.block_size;
+    return Place{__ldcg(kv.blocks + column), position - column * kv.block_size};
+  };
+  const auto copy_tile = [&](int stage, int tile, const Place& place) {
     if (tile < tiles.end) {
+      T* keys = ring + stage * stage_elements;
+      const T* lane_key = kv.cache + (place.block * kv.block_stride + place.offset * head_dim);
       kv.template copy_rows<kTile>(keys, keys + kTile * head_dim, 0, lane_key, tiles.length - tile * kTile);
     }
     copy_commit();  // also without copies: a wait counts groups
   };
-  const T* lane_keys[kStages];
+  Place places[kStages];
+  Place ahead[kAhead];
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) lane_keys[i] = kv.key_past_l1(position(tiles.first + i * tiles.step));
+  for (int i = 0; i < kStages; ++i) places[i] = look_up(tiles.first + i * tiles.step);
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) ahead[i] = look_up(tiles.first + (kStages + i) * tiles.step);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     const int tile = tiles.first + i * tiles.step;
     if ((tile + 1) * kTile >= tiles.length) wait_for_previous_kernel();  // which wrote the newest token
-    copy_tile(i, tile, lane_keys[i]);
+    copy_tile(i, tile, places[i]);
   }
   wait_for_previous_kernel();
-  const T* next_key = kv.key(position(tiles.first + kStages * tiles.step));
 
   uint32_t query[head_dim / 16][2];
 #pragma unroll
@@ -137,8 +149,10 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
                                values + swizzled<head_dim>(lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
     }
     __syncwarp();  // all lanes have read the stage
-    copy_tile(stage, tile + kStages * tiles.step, next_key);
-    next_key = kv.key(position(tile + (kStages + 1) * tiles.step));
+    copy_tile(stage, tile + kStages * tiles.step, ahead[0]);
+#pragma unroll
+    for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
+    ahead[kAhead - 1] = look_up(tile + (kStages + kAhead) * tiles.step);
     stage = stage + 1 == kStages ? 0 : stage + 1;
 
 #pragma unroll
@@ -249,7 +263,7 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
     total = part.total * a.num_kv_heads * groups;
     if (item >= total) break;
     const int row = __ldcg(a.rows + part.seq);
-    const int length = row < 0 ? 0 : part.length;
+    const int length = row < 0 ? 0 : __ldcg(a.context_lens + part.seq);
     T* group_out = a.out + (static_cast<int64_t>(part.seq) * a.num_kv_heads + kv_head) * group_dims;
     T* out = group_out + group_head * head_dim;
     if (length == 0) {

@@ -8,10 +8,9 @@ namespace tinyvllm {
 
 constexpr float kEven = 1.25f;  // contexts are uneven if one is longer than this many times the mean
 
-// Part `index` of `count` of a context of `length` tokens. Parts are numbered through all sequences up to `total`.
+// A part of a sequence's context: part `index` of `count`. Parts are numbered through all sequences up to `total`.
 struct Part {
   int seq;
-  int length;
   int index;
   int count;
   int total;
@@ -31,18 +30,19 @@ struct PartRule {
 // before wait_for_previous_kernel().
 __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, const PartRule& rule, int number) {
   constexpr int held = 8;  // lengths in registers: enough for 256 sequences
-  const int share = ceil_div(num_seqs, kWarpSize);
-  const int first_seq = threadIdx.x % kWarpSize * share;  // a lane has `share` consecutive sequences
-  const int end_seq = min(first_seq + share, num_seqs);
-  int lengths[held];
+  if (rule.even_parts == 0) return {number, 0, 1, num_seqs};
+  const int lane = threadIdx.x % kWarpSize;
+  int lengths[held];  // of sequences lane, lane + 32 ...
 #pragma unroll
-  for (int i = 0; i < held; ++i) lengths[i] = first_seq + i < end_seq ? __ldcg(context_lens + first_seq + i) : 0;
+  for (int i = 0; i < held; ++i) {
+    lengths[i] = lane + i * kWarpSize < num_seqs ? __ldcg(context_lens + lane + i * kWarpSize) : 0;
+  }
   const auto for_each_seq = [&](auto&& visit) {
 #pragma unroll
     for (int i = 0; i < held; ++i) {
-      if (first_seq + i < end_seq) visit(first_seq + i, lengths[i]);
+      if (lane + i * kWarpSize < num_seqs) visit(lane + i * kWarpSize, lengths[i]);
     }
-    for (int seq = first_seq + held; seq < end_seq; ++seq) visit(seq, __ldcg(context_lens + seq));
+    for (int seq = lane + held * kWarpSize; seq < num_seqs; seq += kWarpSize) visit(seq, __ldcg(context_lens + seq));
   };
 
   unsigned tokens = 0;
@@ -58,34 +58,32 @@ __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, cons
   longest = __reduce_max_sync(kAllLanes, longest);
   const float mean = static_cast<float>(tokens) / max(contexts, 1u);
   const bool even = longest <= kEven * mean;
-  const float parts_of_mean = even ? rule.even_parts : rule.max_parts;
-  const float slack = even ? 1.0f + 0.5f / parts_of_mean : 1.0f;
-  const int part_tokens = max(rule.min_tokens, static_cast<int>(ceilf(mean / parts_of_mean * slack)));
-  const bool cut = rule.even_parts > 0 && longest > max(part_tokens, rule.whole_tokens);
-  const auto parts_of = [&](int length) {
-    return cut && length > rule.whole_tokens ? ceil_div(length, part_tokens) : 1;
-  };
+  const float share = mean / (even ? rule.even_parts : rule.max_parts);
+  const float slack = even ? 0.5f * share / rule.even_parts : 0.0f;
+  const int part_tokens = max(even ? rule.min_tokens : rule.whole_tokens, static_cast<int>(ceilf(share + slack)));
+  if (longest <= max(part_tokens, rule.whole_tokens)) return {number, 0, 1, num_seqs};
+  const auto parts_of = [&](int length) { return length <= rule.whole_tokens ? 1 : ceil_div(length, part_tokens); };
 
+  // The parts of all sequences of a lane come before those of the next lane.
   int parts = 0;
   for_each_seq([&](int, int length) { parts += parts_of(length); });
   int end = parts;  // becomes the number of the first part after this lane's
 #pragma unroll
   for (int offset = 1; offset < kWarpSize; offset *= 2) {
     const int below = __shfl_up_sync(kAllLanes, end, offset);
-    if (threadIdx.x % kWarpSize >= offset) end += below;
+    if (lane >= offset) end += below;
   }
   int first = end - parts;
   const unsigned owner = __ballot_sync(kAllLanes, first <= number && number < end);
-  Part part{0, 0, 0, 0, 0};
+  Part part{0, 0, 0, 0};
   for_each_seq([&](int seq, int length) {
     const int count = parts_of(length);
-    if (first <= number && number < first + count) part = {seq, length, number - first, count, 0};
+    if (first <= number && number < first + count) part = {seq, number - first, count, 0};
     first += count;
   });
   const int source = __ffs(static_cast<int>(owner)) - 1;  // any lane if there is no such part
-  return {__shfl_sync(kAllLanes, part.seq, source), __shfl_sync(kAllLanes, part.length, source),
-          __shfl_sync(kAllLanes, part.index, source), __shfl_sync(kAllLanes, part.count, source),
-          __shfl_sync(kAllLanes, end, kWarpSize - 1)};
+  return {__shfl_sync(kAllLanes, part.seq, source), __shfl_sync(kAllLanes, part.index, source),
+          __shfl_sync(kAllLanes, part.count, source), __shfl_sync(kAllLanes, end, kWarpSize - 1)};
 }
 
 // Takes the next of `total` items that no CTA has; the CTA goes on until it gets one that does not exist. The last to be
