@@ -15,8 +15,9 @@ namespace {
 
 constexpr int kTile = 16;       // tokens a warp takes at a time: the rows of an mma
 constexpr int kStages = 3;      // tiles in each warp's ring
-constexpr int kAhead = 4;       // tiles beyond those in the ring whose blocks are looked up
+constexpr int kAhead = 2;       // tiles beyond those in the ring whose blocks are looked up
 constexpr int kHeads = 8;       // query heads of a CTA: the columns of an mma
+constexpr float kSlack = 8.0f;  // how far, in powers of 2, scores may exceed the maximum in use (FlashAttention-4)
 constexpr int kWholeTiles = 6;  // per warp: a merge costs about as much
 
 template <int head_dim>
@@ -68,7 +69,7 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
 // Online softmax over a warp's tiles, for 8 query heads. A lane holds heads 2 * (lane % 4) and the next one.
 template <int head_dim>
 struct Softmax {
-  float max[2] = {-INFINITY, -INFINITY};  // of the scores in base 2
+  float max[2] = {-INFINITY, -INFINITY};  // of the scores in base 2, or less by up to kSlack
   float sum[2] = {0.0f, 0.0f};            // this lane's share
   float values[head_dim / 16][4] = {};    // [dim, head] as mma results
 };
@@ -86,24 +87,41 @@ template <typename T, int head_dim>
 __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, const T* q,
                        int num_heads, const Tiles& tiles, float scale) {
   constexpr int stage_elements = 2 * kTile * head_dim;
+  constexpr int row_chunks = head_dim / 8;
   const int lane = threadIdx.x % kWarpSize;
   struct Place {
     int32_t block;
     int offset;
   };
-  // Lanes r and r + 16 look up row r of a tile. Past the end they look up the last token, which is then not read.
+  const bool in_blocks = kv.block_size % kTile == 0;  // a tile is contiguous in memory
+  const int lane_row = in_blocks ? 0 : lane % kTile;
+  const unsigned reciprocal = ceil_div(1u << 31, static_cast<unsigned>(kv.block_size));
+  // Where the tile begins, or else its row lane % 16. Past the end it is the last token, which is then not read.
   const auto look_up = [&](int tile) {
-    const int position = min(tile * kTile + lane % kTile, tiles.length - 1);
-    const int column = position / kv.block_size;
+    const int position = min(tile * kTile + lane_row, tiles.length - 1);
+    const int column = __umulhi(2 * position + 1, reciprocal);  // position / block_size, if their product is below 2^30
     return Place{__ldcg(kv.blocks + column), position - column * kv.block_size};
   };
   const auto copy_tile = [&](int stage, int tile, const Place& place) {
-    if (tile < tiles.end) {
-      T* keys = ring + stage * stage_elements;
-      const T* lane_key = kv.cache + (place.block * kv.block_stride + place.offset * head_dim);
-      kv.template copy_rows<kTile>(keys, keys + kTile * head_dim, 0, lane_key, tiles.length - tile * kTile);
+    T* keys = ring + stage * stage_elements;
+    T* values = keys + kTile * head_dim;
+    const int valid_rows = tile < tiles.end ? tiles.length - tile * kTile : 0;
+    const T* key = kv.cache + (place.block * kv.block_stride + place.offset * head_dim);
+    if (in_blocks) {
+      constexpr int rows = kWarpSize / row_chunks;  // that the warp copies at a time
+      const T* source = key + lane * 8;
+      const T* value_source = source + kv.block_size * head_dim;
+#pragma unroll
+      for (int i = 0; i < kTile / rows; ++i) {
+        const int row = i * rows + lane / row_chunks;
+        const int target = swizzled<head_dim>(row, lane % row_chunks);
+        copy16_async(keys + target, source + i * kWarpSize * 8, row < valid_rows);
+        copy16_async(values + target, value_source + i * kWarpSize * 8, row < valid_rows);
+      }
+    } else {
+      kv.template copy_rows<kTile>(keys, values, 0, key, valid_rows);
     }
-    copy_commit();  // also without copies: a wait counts groups
+    copy_commit();
   };
   Place places[kStages];
   Place ahead[kAhead];
@@ -160,26 +178,35 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
       const int token = tile * kTile + lane / 4 + i / 2 * 8;
       scores[i] = token < tiles.length ? scores[i] * scale : -INFINITY;
     }
+    bool grows = false;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float tile_max = reduce_column(fmaxf(scores[i], scores[i + 2]), fmaxf);
-      const float new_max = fmaxf(softmax.max[i], tile_max);  // finite: a tile has at least one token
-      const float correction = fast_exp2(softmax.max[i] - new_max);
-      softmax.max[i] = new_max;
-      scores[i] = fast_exp2(scores[i] - new_max);
-      scores[i + 2] = fast_exp2(scores[i + 2] - new_max);
-      softmax.sum[i] = softmax.sum[i] * correction + (scores[i] + scores[i + 2]);
+    for (int i = 0; i < 2; ++i) grows |= fmaxf(scores[i], scores[i + 2]) > softmax.max[i] + kSlack;
+    if (__any_sync(kAllLanes, grows)) {
 #pragma unroll
-      for (int d = 0; d < head_dim / 16; ++d) {
-        softmax.values[d][i] *= correction;
-        softmax.values[d][i + 2] *= correction;
+      for (int i = 0; i < 2; ++i) {
+        const float tile_max = reduce_column(fmaxf(scores[i], scores[i + 2]), fmaxf);
+        const float new_max = fmaxf(softmax.max[i], tile_max);  // finite: a tile has at least one token
+        const float correction = fast_exp2(softmax.max[i] - new_max);
+        softmax.max[i] = new_max;
+        softmax.sum[i] *= correction;
+#pragma unroll
+        for (int d = 0; d < head_dim / 16; ++d) {
+          softmax.values[d][i] *= correction;
+          softmax.values[d][i + 2] *= correction;
+        }
       }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[i] = fast_exp2(scores[i] - softmax.max[i % 2]);
+      softmax.sum[i % 2] += scores[i];
     }
     const uint32_t weights[2] = {transpose_matrix(pack2<T>(scores[0], scores[1])),
                                  transpose_matrix(pack2<T>(scores[2], scores[3]))};
 #pragma unroll
     for (int d = 0; d < head_dim / 16; ++d) mma_16x8x16<T>(softmax.values[d], value[d], weights);
   }
+  copy_wait<0>();  // zeros for tiles past the end may still be on their way
 }
 
 // Joins the warps' results in their order and stores them: in `out` if the part is the whole context, else, not yet
@@ -327,7 +354,8 @@ cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const v
   const bool divisible = num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0;
   if (!divisible || num_seqs < 0 || num_splits <= 0) return cudaErrorInvalidValue;
   const int64_t pairs = static_cast<int64_t>(num_seqs) * num_kv_heads * ceil_div(num_heads / num_kv_heads, kHeads);
-  const bool supported = block_size > 0 && table_stride >= 0 && q_stride % 8 == 0 &&
+  const int64_t block_elements = static_cast<int64_t>(num_kv_heads) * 2 * block_size * head_dim;
+  const bool supported = block_size > 0 && block_elements <= INT32_MAX && table_stride >= 0 && q_stride % 8 == 0 &&
                          pairs <= INT32_MAX / 2 / num_splits && is_aligned16(out) && is_aligned16(q) &&
                          is_aligned16(kv_cache) && is_aligned16(workspace);
   if (!supported) return cudaErrorInvalidValue;

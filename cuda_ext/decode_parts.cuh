@@ -62,7 +62,10 @@ __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, cons
   const float slack = even ? 0.5f * share / rule.even_parts : 0.0f;
   const int part_tokens = max(even ? rule.min_tokens : rule.whole_tokens, static_cast<int>(ceilf(share + slack)));
   if (longest <= max(part_tokens, rule.whole_tokens)) return {number, 0, 1, num_seqs};
-  const auto parts_of = [&](int length) { return length <= rule.whole_tokens ? 1 : ceil_div(length, part_tokens); };
+  const float factor = 1.0f / part_tokens;
+  const auto parts_of = [&](int length) {
+    return length <= rule.whole_tokens ? 1 : static_cast<int>(ceilf(length * factor));
+  };
 
   // The parts of all sequences of a lane come before those of the next lane.
   int parts = 0;

@@ -224,9 +224,15 @@ EDGES = [1, 15, 16, 17, 33, 255, LONG]
 
 
 def check_attention_decode(
-    device: str, contexts: list[int], num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    device: str,
+    contexts: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    sharpness: float = 1.0,
 ) -> None:
-    scale = head_dim**-0.5
+    scale = sharpness * head_dim**-0.5
     for dtype, g in each_dtype(device):
         cache, table, dense = paged(g, contexts, num_kv_heads, head_dim, block_size, dtype)
         order = torch.randperm(len(contexts), generator=g).tolist()
@@ -272,8 +278,8 @@ def test_attention_decode_of_many(device: str, num_seqs: int) -> None:
 
 @pytest.mark.parametrize("contexts", [[8 * LONG], [31 * LONG + 1, 5], [LONG, LONG - 40, LONG + 3]])
 def test_attention_decode_of_long_contexts(device: str, contexts: list[int]) -> None:
-    """Up to 127,008 tokens on CUDA: parts of one context, of uneven ones, of nearly equal ones."""
-    check_attention_decode(device, contexts, 4, 1, 64, 16)
+    """Up to 127,008 tokens on CUDA: parts of one context, of uneven ones, of nearly equal ones; scores of a wide range."""
+    check_attention_decode(device, contexts, 4, 1, 64, 16, sharpness=5.0)
 
 
 CHUNKS = [  # (context, queries at its end)
