@@ -278,7 +278,7 @@ def test_attention_decode_of_many(device: str, num_seqs: int) -> None:
 
 @pytest.mark.parametrize("contexts", [[8 * LONG], [31 * LONG + 1, 5], [LONG, LONG - 40, LONG + 3]])
 def test_attention_decode_of_long_contexts(device: str, contexts: list[int]) -> None:
-    """Up to 127,008 tokens on CUDA: parts of one context, of uneven ones, of nearly equal ones; scores of a wide range."""
+    """Up to 127,008 tokens on CUDA: parts of one context, of uneven ones, of equal ones; scores of a wide range."""
     check_attention_decode(device, contexts, 4, 1, 64, 16, sharpness=5.0)
 
 
