@@ -41,12 +41,6 @@ struct PagedHead {
     return cache + (blocks[block] * block_stride + (position - block * block_size) * head_dim);
   }
 
-  // The same, right also before wait_for_previous_kernel(), when L1 may hold what was there before.
-  __device__ const T* key_past_l1(int position) const {
-    const int block = position / block_size;
-    return cache + (__ldcg(blocks + block) * block_stride + (position - block * block_size) * head_dim);
-  }
-
   // The calling warp starts copies of K and V of num_rows positions into rows first_row and following of two tiles.
   // Lane r passes the key of row r; rows from valid_rows on are filled with zeros and not read.
   template <int num_rows>

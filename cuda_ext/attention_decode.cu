@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kTile = 16;       // tokens a warp takes at a time: the rows of an mma
 constexpr int kStages = 3;      // tiles in each warp's ring
-constexpr int kAhead = 2;       // tiles beyond those in the ring whose blocks are looked up
 constexpr int kHeads = 8;       // query heads of a CTA: the columns of an mma
 constexpr float kSlack = 8.0f;  // how far, in powers of 2, scores may exceed the maximum in use (FlashAttention-4)
 constexpr int kWholeTiles = 6;  // per warp: a merge costs about as much
@@ -124,11 +123,9 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
     copy_commit();
   };
   Place places[kStages];
-  Place ahead[kAhead];
 #pragma unroll
   for (int i = 0; i < kStages; ++i) places[i] = look_up(tiles.first + i * tiles.step);
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) ahead[i] = look_up(tiles.first + (kStages + i) * tiles.step);
+  Place next = look_up(tiles.first + kStages * tiles.step);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     const int tile = tiles.first + i * tiles.step;
@@ -167,10 +164,8 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
                                values + swizzled<head_dim>(lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
     }
     __syncwarp();  // all lanes have read the stage
-    copy_tile(stage, tile + kStages * tiles.step, ahead[0]);
-#pragma unroll
-    for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
-    ahead[kAhead - 1] = look_up(tile + (kStages + kAhead) * tiles.step);
+    copy_tile(stage, tile + kStages * tiles.step, next);
+    next = look_up(tile + (kStages + 1) * tiles.step);
     stage = stage + 1 == kStages ? 0 : stage + 1;
 
 #pragma unroll
@@ -281,14 +276,14 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
   float2* slot_stats = reinterpret_cast<float2*>(slot_values + num_slots * group_dims);  // [num_slots, group_heads]
   allow_next_kernel();
 
-  for (int item = blockIdx.x, total = item + 1; item < total;) {
-    const int number = item / (a.num_kv_heads * groups);
-    const int kv_head = item / groups % a.num_kv_heads;
-    const int group_head = item % groups * kHeads;  // the first of this CTA's query heads within the group
+  int number = blockIdx.z;  // of a part
+  int kv_head = blockIdx.x;
+  int group = blockIdx.y;  // of 8 query heads within those of the KV head
+  while (true) {
+    const int group_head = group * kHeads;
     const int num_heads = min(kHeads, a.group_heads - group_head);
     const Part part = find_part(a.context_lens, a.num_seqs, a.rule, number);
-    total = part.total * a.num_kv_heads * groups;
-    if (item >= total) break;
+    if (number >= part.total) break;
     const int row = __ldcg(a.rows + part.seq);
     const int length = row < 0 ? 0 : __ldcg(a.context_lens + part.seq);
     T* group_out = a.out + (static_cast<int64_t>(part.seq) * a.num_kv_heads + kv_head) * group_dims;
@@ -298,11 +293,14 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
       const uint4 zeros = make_uint4(0, 0, 0, 0);
       for (int i = threadIdx.x; i < num_heads * head_dim / 8; i += blockDim.x) store16(out + i * 8, zeros);
     } else {
-      const int num_tiles = ceil_div(length, kTile);
-      const int share = num_tiles / part.count;
-      const int remainder = num_tiles % part.count;
-      const int first = part.index * share + min(part.index, remainder);
-      const int end = first + share + (part.index < remainder ? 1 : 0);
+      int first = 0;
+      int end = ceil_div(length, kTile);
+      if (part.count > 1) {
+        const int share = end / part.count;
+        const int remainder = end % part.count;
+        first = part.index * share + min(part.index, remainder);
+        end = first + share + (part.index < remainder ? 1 : 0);
+      }
       const int32_t* blocks = a.block_table + static_cast<int64_t>(row) * a.table_stride;
       const PagedHead<T, head_dim> kv(a.kv_cache, blocks, a.num_kv_heads, kv_head, a.block_size);
       const T* q = a.q + part.seq * a.q_stride + kv_head * group_dims + group_head * head_dim;
@@ -320,8 +318,12 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
                                  a.group_heads);
       }
     }
-    if (total <= gridDim.x) break;  // every part has its own CTA
-    item = take_item(a.counters + a.num_seqs * a.num_kv_heads, total, shared_item);
+    if (part.total <= gridDim.z) break;  // every part has its own CTAs
+    const int heads = a.num_kv_heads * groups;
+    const int item = take_item(a.counters + a.num_seqs * a.num_kv_heads, (part.total - gridDim.z) * heads, shared_item);
+    number = gridDim.z + item / heads;
+    group = item / a.num_kv_heads % groups;
+    kv_head = item % a.num_kv_heads;
   }
   wait_for_previous_kernel();  // also without work
 }
@@ -364,15 +366,17 @@ cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const v
       using T = typename decltype(type)::type;
       if (num_seqs == 0) return cudaSuccess;
       const int num_warps = choose_warps<dim()>(pairs);
-      const int even_parts = num_splits > 1 ? (num_splits > 2 ? (num_splits - 1) / 2 : 1) : 0;
+      const int even_parts = num_splits / 2;
       const PartRule rule{even_parts, num_splits - 1, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile};
       const Arguments<T> arguments{
           static_cast<T*>(out), static_cast<const T*>(q), q_stride, static_cast<const T*>(kv_cache), block_table,
           table_stride, rows, context_lens, workspace, counters, num_seqs, num_kv_heads, num_heads / num_kv_heads,
           block_size, rule, scale * kLog2E};
-      const int64_t grid = pairs * (even_parts > 0 ? even_parts : 1);
-      return launch(attention_decode_kernel<T, dim()>, static_cast<unsigned>(grid), num_warps * kWarpSize,
-                    shared_bytes<dim()>(num_warps), stream, arguments);
+      // One CTA per part that equal contexts have, KV head, and 8 query heads.
+      const dim3 grid(num_kv_heads, ceil_div(num_heads / num_kv_heads, kHeads),
+                      num_seqs * (even_parts > 0 ? even_parts : 1));
+      return launch(attention_decode_kernel<T, dim()>, grid, num_warps * kWarpSize, shared_bytes<dim()>(num_warps),
+                    stream, arguments);
     });
   });
 }

@@ -35,11 +35,13 @@ __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, cons
   int lengths[held];  // of sequences lane, lane + 32 ...
 #pragma unroll
   for (int i = 0; i < held; ++i) {
+    if (i * kWarpSize >= num_seqs) break;
     lengths[i] = lane + i * kWarpSize < num_seqs ? __ldcg(context_lens + lane + i * kWarpSize) : 0;
   }
   const auto for_each_seq = [&](auto&& visit) {
 #pragma unroll
     for (int i = 0; i < held; ++i) {
+      if (i * kWarpSize >= num_seqs) break;
       if (lane + i * kWarpSize < num_seqs) visit(lane + i * kWarpSize, lengths[i]);
     }
     for (int seq = lane + held * kWarpSize; seq < num_seqs; seq += kWarpSize) visit(seq, __ldcg(context_lens + seq));
@@ -56,11 +58,11 @@ __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, cons
   tokens = __reduce_add_sync(kAllLanes, tokens);
   contexts = __reduce_add_sync(kAllLanes, contexts);
   longest = __reduce_max_sync(kAllLanes, longest);
-  const float mean = static_cast<float>(tokens) / max(contexts, 1u);
+  const float mean = __fdividef(tokens, max(contexts, 1u));
   const bool even = longest <= kEven * mean;
-  const float share = mean / (even ? rule.even_parts : rule.max_parts);
-  const float slack = even ? 0.5f * share / rule.even_parts : 0.0f;
-  const int part_tokens = max(even ? rule.min_tokens : rule.whole_tokens, static_cast<int>(ceilf(share + slack)));
+  float share = __fdividef(mean, even ? rule.even_parts : rule.max_parts);
+  if (even) share += __fdividef(0.5f * share, rule.even_parts);
+  const int part_tokens = max(even ? rule.min_tokens : rule.whole_tokens, static_cast<int>(ceilf(share)));
   if (longest <= max(part_tokens, rule.whole_tokens)) return {number, 0, 1, num_seqs};
   const float factor = 1.0f / part_tokens;
   const auto parts_of = [&](int length) {
@@ -89,14 +91,15 @@ __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, cons
           __shfl_sync(kAllLanes, part.count, source), __shfl_sync(kAllLanes, end, kWarpSize - 1)};
 }
 
-// Takes the next of `total` items that no CTA has; the CTA goes on until it gets one that does not exist. The last to be
-// told so leaves the queue at zero, as the next launch expects it. A barrier: shared memory may be used anew afterwards.
+// Takes the next of `total` items that no CTA has; the CTA goes on until it gets one that does not exist. The last of
+// `total` + all CTAs to ask leaves the queue at zero, as the next launch expects it. A barrier: shared memory may be used
+// anew afterwards.
 __device__ inline int take_item(int32_t* queue, int total, int* shared_item) {
   __syncthreads();
   if (threadIdx.x == 0) {
     const int taken = atomicAdd(queue, 1);
-    if (taken == total - 1) *queue = 0;
-    *shared_item = gridDim.x + taken;
+    if (taken == total + static_cast<int>(gridDim.x * gridDim.y * gridDim.z) - 1) *queue = 0;
+    *shared_item = taken;
   }
   __syncthreads();
   return *shared_item;
