@@ -3,20 +3,17 @@
 // Mapping: a CTA takes one KV head of a part of one context, with 8 of its query heads; it has as many warps as let all
 //   (sequence, KV head) pairs be resident at once, and they take tiles of 16 tokens in turn, each through its own ring.
 // Traffic: 2 * 2 D bytes per token and KV head, once for each 8 query heads that share it; bound by memory bandwidth.
-// Limits: bf16, fp16; D 64 or 128; any block size; any Q / K; 2 * S * K * ceil(Q / K / 8) * num_splits below 2^31.
+// Limits: bf16, fp16; D 64 or 128; any Q / K; any block size, its product with a position below 2^30;
+//   2 * S * K * ceil(Q / K / 8) * num_splits below 2^31, S * max(1, num_splits / 2) at most 65,535.
 //
 // Before it waits for the previous kernel it reads rows, context_lens, the block table, and K and V of all tiles but the
 // newest: see launch.h for what that asks of its predecessors. All of these go past L1.
-#include "attention.cuh"
 #include "decode_parts.cuh"
+#include "decode_tiles.cuh"
 
 namespace tinyvllm {
 namespace {
 
-constexpr int kTile = 16;       // tokens a warp takes at a time: the rows of an mma
-constexpr int kStages = 3;      // tiles in each warp's ring
-constexpr int kHeads = 8;       // query heads of a CTA: the columns of an mma
-constexpr float kSlack = 8.0f;  // how far, in powers of 2, scores may exceed the maximum in use (FlashAttention-4)
 constexpr int kWholeTiles = 6;  // per warp: a merge costs about as much
 
 template <int head_dim>
@@ -47,162 +44,6 @@ struct Arguments {
   PartRule rule;
   float scale;  // for scores in base 2
 };
-
-// Over the 8 lanes that hold one column of an mma result.
-template <typename Operation>
-__device__ __forceinline__ float reduce_column(float value, Operation operation) {
-#pragma unroll
-  for (int offset = 4; offset < kWarpSize; offset *= 2) {
-    value = operation(value, __shfl_xor_sync(kAllLanes, value, offset));
-  }
-  return value;
-}
-
-// Transposes an 8x8 matrix of 16-bit elements, held as by load_matrices.
-__device__ __forceinline__ uint32_t transpose_matrix(uint32_t word) {
-  uint32_t result;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
-  return result;
-}
-
-// Online softmax over a warp's tiles, for 8 query heads. A lane holds heads 2 * (lane % 4) and the next one.
-template <int head_dim>
-struct Softmax {
-  float max[2] = {-INFINITY, -INFINITY};  // of the scores in base 2, or less by up to kSlack
-  float sum[2] = {0.0f, 0.0f};            // this lane's share
-  float values[head_dim / 16][4] = {};    // [dim, head] as mma results
-};
-
-// The tiles first, first + step ... below `end` of a context of `length` tokens.
-struct Tiles {
-  int first;
-  int step;
-  int end;
-  int length;
-};
-
-// Adds the warp's tiles. The calls up to the first query are made before the previous kernel has ended.
-template <typename T, int head_dim>
-__device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, const T* q,
-                       int num_heads, const Tiles& tiles, float scale) {
-  constexpr int stage_elements = 2 * kTile * head_dim;
-  constexpr int row_chunks = head_dim / 8;
-  const int lane = threadIdx.x % kWarpSize;
-  struct Place {
-    int32_t block;
-    int offset;
-  };
-  const bool in_blocks = kv.block_size % kTile == 0;  // a tile is contiguous in memory
-  const int lane_row = in_blocks ? 0 : lane % kTile;
-  const unsigned reciprocal = ceil_div(1u << 31, static_cast<unsigned>(kv.block_size));
-  // Where the tile begins, or else its row lane % 16. Past the end it is the last token, which is then not read.
-  const auto look_up = [&](int tile) {
-    const int position = min(tile * kTile + lane_row, tiles.length - 1);
-    const int column = __umulhi(2 * position + 1, reciprocal);  // position / block_size, if their product is below 2^30
-    return Place{__ldcg(kv.blocks + column), position - column * kv.block_size};
-  };
-  const auto copy_tile = [&](int stage, int tile, const Place& place) {
-    T* keys = ring + stage * stage_elements;
-    T* values = keys + kTile * head_dim;
-    const int valid_rows = tile < tiles.end ? tiles.length - tile * kTile : 0;
-    const T* key = kv.cache + (place.block * kv.block_stride + place.offset * head_dim);
-    if (in_blocks) {
-      constexpr int rows = kWarpSize / row_chunks;  // that the warp copies at a time
-      const T* source = key + lane * 8;
-      const T* value_source = source + kv.block_size * head_dim;
-#pragma unroll
-      for (int i = 0; i < kTile / rows; ++i) {
-        const int row = i * rows + lane / row_chunks;
-        const int target = swizzled<head_dim>(row, lane % row_chunks);
-        copy16_async(keys + target, source + i * kWarpSize * 8, row < valid_rows);
-        copy16_async(values + target, value_source + i * kWarpSize * 8, row < valid_rows);
-      }
-    } else {
-      kv.template copy_rows<kTile>(keys, values, 0, key, valid_rows);
-    }
-    copy_commit();
-  };
-  Place places[kStages];
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) places[i] = look_up(tiles.first + i * tiles.step);
-  Place next = look_up(tiles.first + kStages * tiles.step);
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    const int tile = tiles.first + i * tiles.step;
-    if ((tile + 1) * kTile >= tiles.length) wait_for_previous_kernel();  // which wrote the newest token
-    copy_tile(i, tile, places[i]);
-  }
-  wait_for_previous_kernel();
-
-  uint32_t query[head_dim / 16][2];
-#pragma unroll
-  for (int k = 0; k < head_dim / 16; ++k) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const T* source = q + (lane / 4) * head_dim + k * 16 + i * 8 + 2 * (lane % 4);
-      query[k][i] = lane / 4 < num_heads ? *reinterpret_cast<const uint32_t*>(source) : 0;
-    }
-  }
-
-  int stage = 0;
-  for (int tile = tiles.first; tile < tiles.end; tile += tiles.step) {
-    copy_wait<kStages - 1>();
-    __syncwarp();
-    const T* keys = ring + stage * stage_elements;
-    const T* values = keys + kTile * head_dim;
-    float scores[4] = {};  // [token, head]: K as the left operand, the queries as the right one
-#pragma unroll
-    for (int k = 0; k < head_dim / 16; ++k) {
-      uint32_t key[4];
-      load_matrices(key, keys + swizzled<head_dim>(lane % 16, 2 * k + lane / 16));
-      mma_16x8x16<T>(scores, key, query[k]);
-    }
-    uint32_t value[head_dim / 16][4];  // V transposed: [dim, token]
-#pragma unroll
-    for (int d = 0; d < head_dim / 16; ++d) {
-      load_matrices_transposed(value[d],
-                               values + swizzled<head_dim>(lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
-    }
-    __syncwarp();  // all lanes have read the stage
-    copy_tile(stage, tile + kStages * tiles.step, next);
-    next = look_up(tile + (kStages + 1) * tiles.step);
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = tile * kTile + lane / 4 + i / 2 * 8;
-      scores[i] = token < tiles.length ? scores[i] * scale : -INFINITY;
-    }
-    bool grows = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) grows |= fmaxf(scores[i], scores[i + 2]) > softmax.max[i] + kSlack;
-    if (__any_sync(kAllLanes, grows)) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float tile_max = reduce_column(fmaxf(scores[i], scores[i + 2]), fmaxf);
-        const float new_max = fmaxf(softmax.max[i], tile_max);  // finite: a tile has at least one token
-        const float correction = fast_exp2(softmax.max[i] - new_max);
-        softmax.max[i] = new_max;
-        softmax.sum[i] *= correction;
-#pragma unroll
-        for (int d = 0; d < head_dim / 16; ++d) {
-          softmax.values[d][i] *= correction;
-          softmax.values[d][i + 2] *= correction;
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores[i] = fast_exp2(scores[i] - softmax.max[i % 2]);
-      softmax.sum[i % 2] += scores[i];
-    }
-    const uint32_t weights[2] = {transpose_matrix(pack2<T>(scores[0], scores[1])),
-                                 transpose_matrix(pack2<T>(scores[2], scores[3]))};
-#pragma unroll
-    for (int d = 0; d < head_dim / 16; ++d) mma_16x8x16<T>(softmax.values[d], value[d], weights);
-  }
-  copy_wait<0>();  // zeros for tiles past the end may still be on their way
-}
 
 // Joins the warps' results in their order and stores them: in `out` if the part is the whole context, else, not yet
 // divided by the sum, in `part_values` [heads, D] and `part_stats` {max, sum} [heads].
