@@ -56,8 +56,8 @@ def test_decode_up_to_the_last_position(device: str, tmp_path: Path, monkeypatch
     scheduler, start = llm.engine.scheduler, LONGEST - 2 * TAIL
     admit, blocks = scheduler._admit, []
 
-    def admit_computed(sequence: Sequence) -> None:
-        admit(sequence)
+    def admit_computed(sequence: Sequence, *beginning: Any) -> None:
+        admit(sequence, *beginning)
         scheduler._num_computed[sequence.row] = start
         blocks.extend(scheduler._table[sequence.row, : -(-start // 16)].tolist())
 
