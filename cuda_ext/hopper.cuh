@@ -89,12 +89,6 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap& ma
       : "memory");
 }
 
-// Asks for the tile of 64 rows to be in L2.
-__device__ __forceinline__ void prefetch_tile(const CUtensorMap& map, int row, int column) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
-               : "memory");
-}
-
 // ---- Clusters. Every thread of every CTA of the cluster arrives, and later waits, the same number of times ----
 
 // Publishes what the thread wrote to its shared memory.
