@@ -8,7 +8,8 @@ from pathlib import Path
 
 import program
 import pytest
-from models import BOS, CHAT_TEMPLATE, EOS, EOT, byte_chain, chain, check_alike, edit_json, write_chain, write_rand
+from answers import check_alike
+from models import BOS, CHAT_TEMPLATE, EOS, EOT, byte_chain, chain, edit_json, write_chain, write_rand
 from program import Outcome, generate, write_jsonl
 
 HELLO = "é世👋B"

@@ -16,6 +16,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from answers import check_alike
 
 from tinyvllm_cli.engine.sequence import SamplingParams
 from tinyvllm_cli.errors import UserError
@@ -184,7 +185,7 @@ def test_sampling_does_not_depend_on_neighbours(device: str, case: Callable[...,
     params: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 5}
     together = generate(llm, c.prompts, 20, **params)
     alone = [generate(llm, [prompt], 20, **params)[0] for prompt in c.prompts]
-    models.check_alike(together, alone, device)
+    check_alike(together, alone, device)
     assert generate(llm, c.prompts, 20, **{**params, "seed": 6}) != together
 
 
