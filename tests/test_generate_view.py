@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyvllm_cli.commands.generate import GenerateResult
+from tinyvllm_cli.jobs.json_line import dump_json
 from tinyvllm_cli.jobs.lines import Prompt
 from tinyvllm_cli.jobs.prompts import from_arguments
-from tinyvllm_cli.jobs.results import dump_json
 from tinyvllm_cli.render.console import Console, Mode, one_line, printable
 from tinyvllm_cli.render.generate import GenerateView
 from tinyvllm_cli.render.progress import Progress

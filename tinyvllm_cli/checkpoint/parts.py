@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from tinyvllm_cli.checkpoint.header import TensorInfo
 
@@ -32,6 +33,7 @@ class Fold:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+@cache
 def part_of(name: str) -> str:
     """One of PARTS, by the words that Hugging Face checkpoints use."""
     return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyvllm_cli.checkpoint.config import ModelConfig, cuda_faults, scan_config
-from tinyvllm_cli.checkpoint.diff import Diff
 from tinyvllm_cli.checkpoint.faults import Fault, as_error
 from tinyvllm_cli.checkpoint.header import TensorInfo
 from tinyvllm_cli.checkpoint.index import Checkpoint, find_weights, scan_checkpoint
@@ -30,6 +29,7 @@ from tinyvllm_cli.memory.plan import ITEMSIZE, default_limits
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.data import TensorData
+    from tinyvllm_cli.checkpoint.diff import Diff
 
 SORTS: dict[str, Callable[[TensorInfo], Any]] = {
     "file": lambda tensor: (tensor.file, tensor.begin),

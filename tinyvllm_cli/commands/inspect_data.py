@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tinyvllm_cli.checkpoint.diff import Diff, compare
 from tinyvllm_cli.checkpoint.faults import Fault, as_error, quote
 from tinyvllm_cli.checkpoint.index import Checkpoint, scan_checkpoint
 from tinyvllm_cli.commands.place import Place, Say
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.data import TensorData
+    from tinyvllm_cli.checkpoint.diff import Diff
 
 
 def check_data(checkpoint: Checkpoint, say: Say) -> tuple[dict[str, TensorData], list[Fault]]:
@@ -33,6 +33,8 @@ def check_data(checkpoint: Checkpoint, say: Say) -> tuple[dict[str, TensorData],
 
 def compare_with(place: Place, checkpoint: Checkpoint, data: bool, say: Say) -> Diff:
     """What has changed from `checkpoint` to the one at `place`; data: in content, too. UserError if that has faults."""
+    from tinyvllm_cli.checkpoint.diff import compare
+
     other, faults = scan_checkpoint(place.path)
     place.relabel(faults)
     if faults:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tinyvllm_cli.errors import ExitCode, UserError
-from tinyvllm_cli.jobs.results import Record, dump_json, index_of, is_error
+from tinyvllm_cli.jobs.json_line import dump_json
+from tinyvllm_cli.jobs.results import Record, index_of, is_error
 
 Job = Mapping[str, Any]
 """What makes a job: JSON values by name, in groups. Two jobs are the same when all of it is equal."""

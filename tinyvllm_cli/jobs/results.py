@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
-_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _BATCH_ID = "batch_req_"
 
 
@@ -25,16 +22,6 @@ class Model(NamedTuple):
 
     name: str
     identity: str
-
-
-def dump_json(value: Any) -> str:
-    """One line of strict JSON (no NaN), with characters beyond ASCII as they are.
-
-    Escaped, beside what JSON demands, is what UTF-8 cannot carry, what some readers take for a line end, and what a
-    terminal obeys.
-    """
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
 
 def success_record(prompt: Prompt, output: RequestOutput, model: Model) -> Record:

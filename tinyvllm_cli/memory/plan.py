@@ -238,16 +238,14 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.2f}"
 
 
-def _meet(a: Buffer, b: Buffer) -> bool:
-    return any(a.is_live(stage) and b.is_live(stage) for stage in STAGES)
-
-
 def _place(buffers: tuple[Buffer, ...]) -> BufferPlan:
     """First fit by falling size: each buffer takes the lowest offset that is free whenever it is live."""
+    live = {buffer.name: {stage for stage in STAGES if buffer.is_live(stage)} for buffer in buffers}
     placed: list[Buffer] = []
     for buffer in sorted(buffers, key=lambda b: -b.nbytes):
         offset = 0
-        for other in sorted((p for p in placed if _meet(p, buffer)), key=lambda p: p.offset):
+        meeting = [p for p in placed if live[p.name] & live[buffer.name]]
+        for other in sorted(meeting, key=lambda p: p.offset):
             if offset + buffer.nbytes <= other.offset:
                 break
             offset = max(offset, _align(other.offset + other.nbytes))

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tinyvllm_cli.errors import UserError
-from tinyvllm_cli.jobs.results import dump_json
+from tinyvllm_cli.jobs.json_line import dump_json
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
