@@ -34,7 +34,7 @@ RULES: dict[str, str] = {
     "tinyvllm_cli.jobs": "errors jobs",
     "tinyvllm_cli.ops": "torch",
     "tinyvllm_cli.reference": "torch ops",
-    "tinyvllm_cli.model": "torch numpy errors ops memory checkpoint engine model",
+    "tinyvllm_cli.model": "torch numpy errors ops reference memory checkpoint engine model",
     "tinyvllm_cli.generation": "errors engine text",
     "tinyvllm_cli.llm": "torch errors ops reference memory checkpoint engine text generation model lazy cuda_ext",
     "tinyvllm_cli.bench": "numpy errors memory checkpoint engine bench "

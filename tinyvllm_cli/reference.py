@@ -54,6 +54,14 @@ def silu_mul(out: Tensor, gate_up: Tensor) -> None:
     torch.mul(functional.silu(gate), up, out=out)
 
 
+linear = ops.linear
+
+
+def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+    linear(gate_up, x, weight)
+    silu_mul(out, gate_up)
+
+
 def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
     out.copy_(x.float() @ weight.float().t())
 
