@@ -284,6 +284,8 @@ void logprobs_op(const Tensor& values, const Tensor& token_ids, const Tensor& lo
 }  // namespace
 }  // namespace tinyvllm
 
+#include "decode_step_op.h"
+
 TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("embedding", tinyvllm::embedding_op);
   m.impl("rms_norm", tinyvllm::rms_norm_op);
@@ -300,4 +302,5 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("penalize", tinyvllm::penalize_op);
   m.impl("count_tokens", tinyvllm::count_tokens_op);
   m.impl("logprobs", tinyvllm::logprobs_op);
+  m.impl("decode_step", tinyvllm::decode_step_op);
 }

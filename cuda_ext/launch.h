@@ -113,4 +113,29 @@ cudaError_t logprobs(float* values, int32_t* token_ids, const float* logits, con
                      const int32_t* rows, const int32_t* num_logprobs, int num_rows, int width, int vocab_size,
                      cudaStream_t stream);
 
+struct LlamaShape {
+  int num_layers, hidden_size, intermediate_size, vocab_size, num_heads, num_kv_heads, head_dim;
+};
+
+// layers: on the host, for each layer the pointers of attn_norm, qkv, o, mlp_norm, gate_up, down.
+struct LlamaWeights {
+  const void* embed;
+  const void* const* layers;
+  const void* final_norm;
+  const void* lm_head;
+};
+
+// A decode step of 1 to 8 rows from the state that decode_inputs starts from, which it advances too: the inputs made, K and
+// V of the step's tokens stored in kv_cache [num_layers, num_blocks, ...], logits float [num_rows, vocab_size] and
+// context_lens written; if greedy, also sampled and last_tokens as sample does at temperature 0.
+// workspace: int32 [workspace_words], before the first launch 64 zeros, then -1; words 4 to 7 are 0, or tell of a wait that
+// ended without success: {1 + stage's number, CTA, warp, 0}. num_stages: how many of the 5 num_layers + 1 are run.
+// times: null, or int64 [CTAs, num_stages, 2], ns when a CTA has a stage's input and when it has written its output.
+cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, int32_t* next_positions,
+                        int32_t* context_lens, void* kv_cache, int32_t* workspace, int64_t workspace_words,
+                        int64_t* times, const LlamaWeights& weights, const LlamaShape& shape, const float* rope_table,
+                        const int32_t* rows, const int32_t* block_table, int table_stride, int num_rows, int num_blocks,
+                        int block_size, float eps, float scale, bool greedy, int num_stages, Dtype dtype,
+                        cudaStream_t stream);
+
 }  // namespace tinyvllm

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import BF16, BS, F32, INTER, WORKSPACE_FLOATS, B, K, N, T, calls, new
 
 from cuda_ext import build, toolchain
 from cuda_ext.cache import load_or_build
@@ -21,8 +22,8 @@ from tinyvllm_cli import ops
 
 BINDINGS = toolchain.SOURCE_FOLDER / "bindings.cpp"
 CALL_H = toolchain.SOURCE_FOLDER / "call.h"
+DECODE_STEP_OP_H = toolchain.SOURCE_FOLDER / "decode_step_op.h"
 LAUNCH_H = toolchain.SOURCE_FOLDER / "launch.h"
-WORKSPACE_FLOATS = 100
 STUBS = {
     "cuda_runtime_api.h": """
         #pragma once
@@ -60,6 +61,16 @@ SHIM = """
       record += name + ("=" + std::string(number)) + ";";
     }
     static void note(const char* name, tinyvllm::Dtype v) { note(name, (double)v); }
+    static void note(const char*, const tinyvllm::LlamaWeights& w) {
+      note("embed", w.embed); note("final_norm", w.final_norm); note("lm_head", w.lm_head);
+      for (int i = 0; i < 12; ++i) note(("layer_" + std::to_string(i)).c_str(), w.layers[i]);
+    }
+    static void note(const char*, const tinyvllm::LlamaShape& s) {
+      note("num_layers", (double)s.num_layers); note("hidden_size", (double)s.hidden_size);
+      note("intermediate_size", (double)s.intermediate_size); note("vocab_size", (double)s.vocab_size);
+      note("num_heads", (double)s.num_heads); note("num_kv_heads", (double)s.num_kv_heads);
+      note("head_dim", (double)s.head_dim);
+    }
     extern "C" const char* last_launch() { return record.c_str(); }
     extern "C" void reset(int error) { record.clear(); result = (cudaError_t)error; }
     LAUNCHERS
@@ -97,6 +108,7 @@ def recorder() -> Any:
     for text in (
         BINDINGS.read_text(),
         CALL_H.read_text(),
+        DECODE_STEP_OP_H.read_text(),
         LAUNCH_H.read_text(),
         Path(__file__).read_text(),
         torch.__version__,
@@ -121,103 +133,6 @@ def recorder() -> Any:
     loaded.last_launch.restype = ctypes.c_char_p
     yield loaded
     definitions._destroy()
-
-
-BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-T, H, V, Q, K, D, BS, B = 6, 32, 40, 6, 2, 64, 16, 5  # tokens, hidden, vocabulary, heads, kv heads, head_dim, cache
-S, MAX_SEQS, WIDTH, SPLITS, INTER, N = 3, 7, 4, 2, 48, 24  # sequences, table, splits, intermediate, out features
-W = 5  # columns of log-probabilities
-
-Call = tuple[dict[str, Any], dict[str, float]]
-
-
-def new(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-def calls(act: torch.dtype = BF16) -> dict[str, Call]:
-    """For each op a valid call: its arguments, and what the launcher should get that is no tensor of the same name."""
-    qkv = new(T, (Q + 2 * K) * D, dtype=act)
-    cache = new(B, K, 2, BS, D, dtype=act)
-    dtype = {torch.float16: 1, BF16: 2}[act]
-    cache_sizes = {"num_heads": Q, "num_kv_heads": K, "head_dim": D, "block_size": BS, "dtype": dtype}
-    width = (Q + 2 * K) * D
-    tokens = {"num_tokens": T, "hidden_size": H, "dtype": dtype}
-    sequences = {"rows": new(S), "context_lens": new(S), "block_table": new(MAX_SEQS, WIDTH)}
-    limits = {"temperature": F32, "top_k": I32, "top_p": F32, "min_p": F32, "seeds": I64, "last_tokens": I32}
-    return {
-        "embedding": (
-            {"out": new(T, H, dtype=act), "weight": new(V, H, dtype=act), "token_ids": new(T)},
-            {**tokens, "vocab_size": V},
-        ),
-        "rms_norm": (
-            {"out": new(T, H, dtype=act), "x": new(T, H, dtype=act), "weight": new(H, dtype=act), "eps": 0.5},
-            {**tokens, "eps": 0.5},
-        ),
-        "add_rms_norm": (
-            {"out": new(T, H, dtype=act), "residual": new(T, H, dtype=act), "x": new(T, H, dtype=act)}
-            | {"weight": new(H, dtype=act), "eps": 0.5},
-            {**tokens, "eps": 0.5},
-        ),
-        "rope_store": (
-            {"qkv": qkv, "kv_cache": cache, "rope_table": new(99, D, dtype=F32), "positions": new(T), "slots": new(T)},
-            {"num_tokens": T, **cache_sizes},
-        ),
-        "silu_mul": (
-            {"out": new(T, INTER, dtype=act), "gate_up": new(T, 2 * INTER, dtype=act)},
-            {"num_tokens": T, "intermediate_size": INTER, "dtype": dtype},
-        ),
-        "matvec": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype, "out_dtype": dtype},
-        ),
-        "linear_hopper": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype, "out_dtype": dtype},
-        ),
-        "gated_linear_hopper": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
-        ),
-        "decode_inputs": (
-            {name: new(S) for name in ("token_ids", "positions", "slots", "context_lens", "next_positions")}
-            | {"last_tokens": new(MAX_SEQS), "rows": new(S), "block_table": new(MAX_SEQS, WIDTH), "block_size": BS},
-            {"table_stride": WIDTH, "block_size": BS, "num_seqs": S},
-        ),
-        "attention_decode": (
-            {"out": new(S, Q * D, dtype=act), "q": qkv[:S, : Q * D], "kv_cache": cache, **sequences}
-            | {"workspace": new(S * Q * SPLITS * (D + 2), dtype=F32), "counters": new(S * K + 1)}
-            | {"num_splits": SPLITS, "scale": 0.125},
-            {"q_stride": width, "table_stride": WIDTH, "num_seqs": S, **cache_sizes}
-            | {"num_splits": SPLITS, "scale": 0.125},
-        ),
-        "attention_prefill": (
-            {"out": new(T, Q * D, dtype=act), "q": qkv[:, : Q * D], "kv_cache": cache, **sequences}
-            | {"query_start": new(S + 1), "max_query_len": 5, "scale": 0.125},
-            {"q_stride": width, "table_stride": WIDTH, "num_seqs": S, **cache_sizes}
-            | {"max_query_len": 5, "scale": 0.125},
-        ),
-        "sample": (
-            {"sampled": new(S), "logits": new(S, V, dtype=F32), "rows": new(S), "positions": new(S)}
-            | {name: new(MAX_SEQS, dtype=kind) for name, kind in limits.items()}
-            | {"workspace": new(S * WORKSPACE_FLOATS, dtype=F32), "counters": new(S)},
-            {"num_rows": S, "vocab_size": V},
-        ),
-        "penalize": (
-            {"logits": new(S, V, dtype=F32), "counts": new(MAX_SEQS, V), "rows": new(S)}
-            | {name: new(MAX_SEQS, dtype=F32) for name in ("repetition", "presence", "frequency")},
-            {"num_rows": S, "vocab_size": V},
-        ),
-        "count_tokens": (
-            {"counts": new(MAX_SEQS, V), "sampled": new(S), "rows": new(S)},
-            {"num_rows": S, "vocab_size": V},
-        ),
-        "logprobs": (
-            {"values": new(S, W, dtype=F32), "token_ids": new(S, W), "logits": new(S, V, dtype=F32)}
-            | {"sampled": new(S), "rows": new(S), "num_logprobs": new(MAX_SEQS)},
-            {"num_rows": S, "width": W, "vocab_size": V},
-        ),
-    }
 
 
 def run(recorder: Any, op: str, arguments: dict[str, Any], error: int = 0) -> dict[str, float]:
@@ -260,7 +175,7 @@ FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     f.__name__: f for f in (strided, misaligned, other_dtype, deeper)
 }
 TENSORS = [
-    (op, name) for op, call in calls().items() for name, value in call[0].items() if not isinstance(value, float | int)
+    (op, name) for op, call in calls().items() for name, value in call[0].items() if isinstance(value, torch.Tensor)
 ]
 
 
@@ -283,7 +198,9 @@ def test_short_tensor_is_refused(recorder: Any, op: str, name: str) -> None:
     arguments, _ = calls()[op]
     arguments[name] = arguments[name][:-1].contiguous() if name != "q" else arguments[name][:-1]
     free = {("embedding", "weight"), ("rope_store", "rope_table")}
-    free |= {(op, "kv_cache"), ("attention_decode", "block_table"), ("attention_prefill", "block_table")}
+    free |= {("decode_step", "rope_table"), ("decode_step", "times")}
+    free |= {(name, "kv_cache") for name in ("rope_store", "attention_decode", "attention_prefill")}
+    free |= {(name, "block_table") for name in ("attention_decode", "attention_prefill")}
     free |= {("count_tokens", "counts"), ("logprobs", "num_logprobs")}
     if (op, name) in free:
         assert run(recorder, op, arguments)

@@ -37,6 +37,10 @@ SCHEMAS = {
     "count_tokens": "(Tensor(a!) counts, Tensor sampled, Tensor rows) -> ()",
     "logprobs": "(Tensor(a!) values, Tensor(b!) token_ids, Tensor logits, Tensor sampled, Tensor rows, "
     "Tensor num_logprobs) -> ()",
+    "decode_step": "(Tensor(a!) logits, Tensor(b!) sampled, Tensor(c!) last_tokens, Tensor(d!) next_positions, "
+    "Tensor(e!) context_lens, Tensor(f!) kv_cache, Tensor(g!) workspace, Tensor embed, Tensor[] layers, "
+    "Tensor final_norm, Tensor lm_head, Tensor rope_table, Tensor rows, Tensor block_table, float eps, float scale, "
+    "bool greedy, int num_stages, Tensor(h!)? times) -> ()",
 }
 
 _library = torch.library.Library("tinyvllm", "DEF")
@@ -53,6 +57,9 @@ MATVEC_MAX_ROWS = 8
 """Up to so many rows `linear` streams the weights by the `matvec` kernel."""
 HOPPER_MAX_ROWS = 128
 """Up to so many it takes `linear_hopper` on compute capability 9.0; above, and elsewhere, the GEMM is cuBLAS'."""
+
+DECODE_STEP_MAX_ROWS = 8
+"""Batch sizes that `decode_step` takes."""
 
 
 def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
@@ -262,3 +269,61 @@ def logprobs(
     -inf where the vocabulary has no more. Rows with k = -1 and padding (row -1), and columns beyond k, are unspecified.
     """
     _ops.logprobs(values, token_ids, logits, sampled, rows, num_logprobs)
+
+
+def decode_step(
+    logits: Tensor,
+    sampled: Tensor,
+    last_tokens: Tensor,
+    next_positions: Tensor,
+    context_lens: Tensor,
+    kv_cache: Tensor,
+    workspace: Tensor,
+    embed: Tensor,
+    layers: list[Tensor],
+    final_norm: Tensor,
+    lm_head: Tensor,
+    rope_table: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    eps: float,
+    scale: float,
+    greedy: bool,
+    num_stages: int = -1,
+    times: Tensor | None = None,
+) -> None:
+    """A whole decode step of at most DECODE_STEP_MAX_ROWS sequences in one kernel.
+
+    From the state that `decode_inputs` starts from, rows, next_positions [S] and last_tokens [max_num_seqs], which it
+    advances in the same way: K and V of each row's last token go into kv_cache [layers, B, K, 2, block_size, D], logits
+    fp32 [S, V] and context_lens [S] are written; if `greedy` also sampled [S] and last_tokens, as by `sample` at
+    temperature 0. Row -1 is padding. layers: for each layer attn_norm, qkv, o, mlp_norm, gate_up, down.
+
+    workspace int32, as `memory.decode_step` sizes it: 64 zeros, then -1, before the first call; afterwards its words 4
+    to 7 are zero, or tell where a wait between CTAs ended without success (`memory.decode_step.describe_error`).
+    num_stages runs only the first stages (5 a layer: qkv, attention, o, gate_up, down; then logits), for tests. times
+    int64 [SMs, stages, 2] gets, for each CTA and stage, the nanoseconds when its input was there and its output
+    written. Needs compute capability 9; unsupported sizes raise. The CPU runs the single ops and ignores workspace,
+    num_stages and times.
+    """
+    _ops.decode_step(
+        logits,
+        sampled,
+        last_tokens,
+        next_positions,
+        context_lens,
+        kv_cache,
+        workspace,
+        embed,
+        layers,
+        final_norm,
+        lm_head,
+        rope_table,
+        rows,
+        block_table,
+        eps,
+        scale,
+        greedy,
+        num_stages,
+        times,
+    )

@@ -97,6 +97,63 @@ def decode_inputs(
     next_positions.add_(real.int())
 
 
+def decode_step(
+    logits: Tensor,
+    sampled: Tensor,
+    last_tokens: Tensor,
+    next_positions: Tensor,
+    context_lens: Tensor,
+    kv_cache: Tensor,
+    workspace: Tensor,
+    embed: Tensor,
+    layers: list[Tensor],
+    final_norm: Tensor,
+    lm_head: Tensor,
+    rope_table: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    eps: float,
+    scale: float,
+    greedy: bool,
+    num_stages: int = -1,
+    times: Tensor | None = None,
+) -> None:
+    token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
+    decode_inputs(
+        token_ids, positions, slots, context_lens, next_positions, last_tokens, rows, block_table, kv_cache.size(4)
+    )
+    hidden = embed.new_empty(rows.size(0), embed.size(1))
+    embedding(hidden, embed, token_ids)
+    for i in range(len(layers) // 6):
+        attn_norm, qkv_weight, o_weight, mlp_norm, gate_up_weight, down_weight = layers[6 * i : 6 * i + 6]
+        qkv = _linear(_normed(hidden, attn_norm, eps), qkv_weight)
+        rope_store(qkv, kv_cache[i], rope_table, positions, slots)
+        q = qkv[:, : o_weight.size(1)]
+        attention = torch.empty_like(q)
+        attention_decode(attention, q, kv_cache[i], block_table, rows, context_lens, workspace, workspace, 1, scale)
+        hidden.add_(_linear(attention, o_weight))
+        gate_up = _linear(_normed(hidden, mlp_norm, eps), gate_up_weight)
+        activation = gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
+        silu_mul(activation, gate_up)
+        hidden.add_(_linear(activation, down_weight))
+    matvec(logits, _normed(hidden, final_norm, eps), lm_head)
+    if greedy:
+        sampled.copy_(torch.where(rows >= 0, logits.argmax(dim=-1), -1))
+        last_tokens[rows[rows >= 0]] = sampled[rows >= 0]
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    rms_norm(out, x, weight, eps)
+    return out
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    out = x.new_empty(x.size(0), weight.size(0))
+    matvec(out, x, weight)
+    return out
+
+
 def attention_decode(
     out: Tensor,
     q: Tensor,

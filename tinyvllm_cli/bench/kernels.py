@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tinyvllm_cli.bench.stages import measure_stages
 from tinyvllm_cli.bench.traffic import Ceiling, Part, Work
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ def measure_kernels(
             bench = _Shapes(config, weights, tokens=batch, num_seqs=batch, context=context)
             for op in (*bench.common(), *bench.decode(), *bench.last()):
                 yield _result(op, "decode", batch, context, config.num_layers, place, ceiling)
+            for stage in measure_stages(config, weights, bench.cache, bench.table, bench.rope, context, SAMPLES):
+                op = _Op("decode_step", stage.name, stage.bytes, stage.flops, lambda i: None)
+                yield _row(op, stage.samples, "decode", batch, context, ceiling)
         for length in prompts:
             bench = _Shapes(config, weights, tokens=length, num_seqs=1, context=length)
             for op in (*bench.common(), bench.prefill()):
@@ -239,15 +243,18 @@ class _Shapes:
 def _result(
     op: _Op, phase: str, tokens: int, context: int, layers: int, device: torch.device, ceiling: Ceiling | None
 ) -> KernelResult:
-    samples = _time(op.call, layers, device)
+    attended = context if op.op.startswith("attention") else 0
+    return _row(op, _time(op.call, layers, device), phase, tokens, attended, ceiling)
+
+
+def _row(op: _Op, samples: list[float], phase: str, tokens: int, context: int, ceiling: Ceiling | None) -> KernelResult:
     median = statistics.median(samples)
     work = Work((Part(op.nbytes, op.flops),))
     share = work.floor(ceiling) / median if ceiling else None
     bound = "" if ceiling is None else "memory" if work.is_memory_bound(ceiling) else "compute"
     rates = op.nbytes / median / 1e9, op.flops / median / 1e12
-    attended = context if op.op.startswith("attention") else 0
     return KernelResult(
-        op.op, op.what, phase, tokens, attended, samples, 1e6 * median, op.nbytes, op.flops, *rates, share, bound
+        op.op, op.what, phase, tokens, context, samples, 1e6 * median, op.nbytes, op.flops, *rates, share, bound
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tinyvllm_cli.errors import UserError
+from tinyvllm_cli.memory.decode_step import workspace_words
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
@@ -195,6 +196,8 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
                "partial results of sampling", (("sample", "sample"),)),
         Buffer("attention_counters", (s * k + 1,), "int32", "S x K + 1", "arrivals at split contexts, a queue", ALWAYS),
         Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
+        Buffer("decode_exchange", (workspace_words(config, dtype, s),), "int32", "see memory/decode_step.py",
+               "what the stages of the fused decode step pass on", ALWAYS),
         Buffer("step_inputs", (3 * t + 8 * s + 64,), "int32", "3T + 8S + 64",
                "token ids, positions, slots, rows, lengths of a step", ALWAYS),
         Buffer("decode_state", (8, padded), "int32", "8 x ceil(S / 64) x 64",

@@ -114,6 +114,34 @@ class Llama:
             hook("logits", -1)
         return logits
 
+    def decode(self, state: dict[str, Tensor], greedy: bool) -> Tensor:
+        """A step of a few sequences by the one op `decode_step`: their logits [S, V].
+
+        state: `sampled`, `last_tokens`, `next_positions`, `context_lens` and `rows`, as the op has them.
+        """
+        w, b = self.weights, self.buffers
+        logits = b["logits"][: state["rows"].size(0)]
+        ops.decode_step(
+            logits,
+            state["sampled"],
+            state["last_tokens"],
+            state["next_positions"],
+            state["context_lens"],
+            self.kv_cache,
+            b["decode_exchange"],
+            w.embed,
+            [t for x in w.layers for t in (x.attn_norm, x.qkv, x.o, x.mlp_norm, x.gate_up, x.down)],
+            w.final_norm,
+            w.lm_head,
+            b["rope_table"],
+            state["rows"],
+            self.block_table,
+            self.config.rms_norm_eps,
+            self.scale,
+            greedy,
+        )
+        return logits
+
     def attend(self, out: Tensor, qkv: Tensor, kv_cache: Tensor, batch: Batch, num_splits: int) -> None:
         """Decoding rows by `attention_decode`; then the chunks by `attention_prefill`, also over zeros of padding."""
         n = batch.decode_rows.size(0)

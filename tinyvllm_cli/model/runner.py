@@ -6,6 +6,7 @@ the oldest launched step. What a step needs from the one before (the last token 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from tinyvllm_cli import ops
 from tinyvllm_cli.engine.step_plan import StepLogprobs
+from tinyvllm_cli.errors import UserError
+from tinyvllm_cli.memory import decode_step
 from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decode_splits
 from tinyvllm_cli.model.graphs import CudaCapture, StepGraphs, decode_bucket, padded_size, step_size
 from tinyvllm_cli.model.llama import Batch, Llama, StageHook
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 Int32Array = npt.NDArray[np.int32]
 IN_FLIGHT = 4
 """Steps that may be launched and not yet collected."""
+SUSPICIOUS_SECONDS = 1.0
+"""A step that took longer may hold a decode kernel that gave up waiting, which takes it 2 seconds."""
+FUSED_CONTEXTS = dict.fromkeys(range(1, ops.DECODE_STEP_MAX_ROWS + 1), 1 << 30)
+"""Batch size -> the longest context of a row up to which decodes run as the one op `decode_step`."""
 ALIGN = 4
 """Packed int32 inputs start at multiples of so many elements (16 bytes)."""
 
@@ -73,6 +80,12 @@ class ModelRunner:
         )
         rope_table(self.buffers["rope_table"], config.rope, config.head_dim)
         self.block_table = self.buffers["block_table"].zero_()
+        self.can_fuse = (
+            self.cuda
+            and torch.cuda.get_device_capability(self.device)[0] >= 9
+            and decode_step.is_supported(config, str(weights.embed.dtype).removeprefix("torch."))
+        )
+        self.buffers["decode_exchange"].fill_(-1)[: decode_step.HEADER_WORDS] = 0
         self.buffers["attention_counters"].zero_()
         self.buffers["sample_counters"].zero_()
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
@@ -91,7 +104,7 @@ class ModelRunner:
         self.logprob_downloads: list[tuple[Tensor, Tensor]] = []  # ids and values for each slot, once someone asks
         self.told: StepLogprobs | None = None
         self.events = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if self.cuda else []
-        self.pending: deque[tuple[int, int]] = deque()  # (slot of downloads, number of tokens)
+        self.pending: deque[tuple[int, int, float]] = deque()  # slot of downloads, number of tokens, time of launch
         self.launched = 0
 
     def launch(self, plan: StepPlan) -> None:
@@ -109,13 +122,15 @@ class ModelRunner:
                 self._download_logprobs(slot, sampled.size(0))
             if self.cuda:
                 self.events[slot].record()
-        self.pending.append((slot, sampled.size(0)))
+        self.pending.append((slot, sampled.size(0), time.monotonic()))
 
     def collect(self) -> Int32Array:
         """Waits for the oldest launched step and returns its tokens, int32 [R], in the order of `sample_seqs`."""
-        slot, count = self.pending.popleft()
+        slot, count, launched = self.pending.popleft()
         if self.cuda:
             self.events[slot].synchronize()
+            if time.monotonic() - launched > SUSPICIOUS_SECONDS:
+                self._check_decode_step()
         tokens: Int32Array = self.downloads[slot][:count].numpy().copy()
         if self.logprob_downloads:
             ids, values = self.logprob_downloads[slot]
@@ -126,6 +141,14 @@ class ModelRunner:
         """Of the step last collected, whose plan asked for them; valid until another step is launched."""
         assert self.told is not None
         return self.told
+
+    def _check_decode_step(self) -> None:
+        error = decode_step.describe_error(self.buffers["decode_exchange"][decode_step.ERROR_WORDS].tolist())
+        if error:
+            raise UserError(
+                f"the decode kernel gave up: parts of it waited in vain for others ({error})",
+                fix="It needs all of the GPU at once: stop other programs on it.",
+            )
 
     def _download_logprobs(self, slot: int, count: int) -> None:
         ids, values = self.buffers["logprob_ids"], self.buffers["logprob_values"]
@@ -265,28 +288,37 @@ class ModelRunner:
             self.next_positions[:bucket].copy_(positions)
             self.decoding = plan.rows
         penalties = self.params.any_penalties(plan.rows)
-        self.graphs.run((bucket, penalties), lambda: self._decode(bucket, penalties))
+        fused = self.can_fuse and int(plan.context_lens.max()) <= FUSED_CONTEXTS.get(bucket, 0)
+        greedy = fused and not penalties and self.params.all_greedy(plan.rows)
+        self.graphs.run((bucket, penalties, fused, greedy), lambda: self._decode(bucket, penalties, fused, greedy))
         if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
             self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
         return self.sampled[:num_seqs]
 
-    def _decode(self, bucket: int, penalties: bool) -> None:
+    def _decode(self, bucket: int, penalties: bool, fused: bool, greedy: bool) -> None:
+        """fused: by `decode_step`; greedy: all rows take the largest logit, which it then finds by itself."""
         rows, context_lens = self.decode_rows[:bucket], self.context_lens[:bucket]
-        token_ids, positions, slots = self.token_ids[:bucket], self.positions[:bucket], self.slots[:bucket]
-        ops.decode_inputs(
-            token_ids,
-            positions,
-            slots,
-            context_lens,
-            self.next_positions[:bucket],
-            self.last_tokens,
-            rows,
-            self.block_table,
-            self.limits.block_size,
-        )
-        batch = Batch(token_ids, positions, slots, rows, context_lens)
-        logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
-        self._sample(self.sampled[:bucket], logits, rows, context_lens, penalties)
+        next_positions, sampled = self.next_positions[:bucket], self.sampled[:bucket]
+        if fused:
+            state = {"rows": rows, "context_lens": context_lens, "next_positions": next_positions}
+            logits = self.model.decode(state | {"sampled": sampled, "last_tokens": self.last_tokens}, greedy)
+        else:
+            token_ids, positions, slots = self.token_ids[:bucket], self.positions[:bucket], self.slots[:bucket]
+            ops.decode_inputs(
+                token_ids,
+                positions,
+                slots,
+                context_lens,
+                next_positions,
+                self.last_tokens,
+                rows,
+                self.block_table,
+                self.limits.block_size,
+            )
+            batch = Batch(token_ids, positions, slots, rows, context_lens)
+            logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
+        if not greedy:
+            self._sample(sampled, logits, rows, context_lens, penalties)
 
 
 def _view(arena: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:

@@ -76,6 +76,10 @@ class SamplingState:
         """Whether some of `rows` has penalties."""
         return self.some_penalized and bool(self.penalized[rows].any())
 
+    def all_greedy(self, rows: npt.NDArray[np.int32]) -> bool:
+        """Whether each of `rows` just takes the largest logit."""
+        return not self.mirror["temperature"][rows].any()
+
     def remember(self, histories: tuple[History, ...]) -> None:
         """Takes the tokens of rows that have new owners with penalties."""
         for row, token_ids, num_prompt in histories:

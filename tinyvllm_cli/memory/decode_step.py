@@ -1,0 +1,66 @@
+"""The workspace of the op `decode_step`, and what its error words say: as `cuda_ext/decode_step.cuh` lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.checkpoint.config import ModelConfig
+
+MAX_ROWS, MAX_LAYERS, MAX_HIDDEN = 8, 64, 4096
+HEADER_WORDS = 64
+ERROR_WORDS = slice(4, 8)
+EXPECTED_CTAS, MAX_SPLITS = 132, 16
+STAGES = ("qkv", "attention", "o", "gate_up", "down")
+"""Of a layer. The logits count as qkv of the layer behind the last."""
+
+
+def is_supported(config: ModelConfig, dtype: str) -> bool:
+    """Whether the op takes models of this shape, at an activation dtype of `memory.plan`."""
+    return (
+        dtype in ("bfloat16", "float16")
+        and config.num_layers <= MAX_LAYERS
+        and config.hidden_size <= MAX_HIDDEN
+        and config.hidden_size % 8 == 0
+        and config.intermediate_size % 8 == 0
+        and config.head_dim in (64, 128)
+    )
+
+
+def exchange_offsets(config: ModelConfig, num_rows: int) -> dict[str, int]:
+    """Where in a layer's part of a set each stage's results lie, in 4-byte words; "layer" is the length of the part.
+
+    "qkv" [rows, (Q + 2K) D], "attention" [splits, rows, Q D], "log_sums" fp32 [splits, rows, Q], "middle" [rows, H] is
+    the residual stream behind o, "activation" [rows, I], "hidden" [rows, H] the residual stream behind down.
+    """
+    q, k, d = config.num_heads, config.num_kv_heads, config.head_dim
+    splits = max(1, min(MAX_SPLITS, EXPECTED_CTAS // (num_rows * k)))
+    sizes = {
+        "qkv": num_rows * (q + 2 * k) * d // 2,
+        "attention": splits * num_rows * q * d // 2,
+        "log_sums": splits * num_rows * q,
+        "middle": num_rows * config.hidden_size // 2,
+        "activation": num_rows * config.intermediate_size // 2,
+        "hidden": num_rows * config.hidden_size // 2,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // 32) * 32
+    return offsets | {"layer": end}
+
+
+def workspace_words(config: ModelConfig, dtype: str, max_rows: int) -> int:
+    """int32 words that batches of up to `max_rows` need: a header and two sets; the header alone if unsupported."""
+    if not is_supported(config, dtype):
+        return HEADER_WORDS
+    batches = range(1, min(max_rows, MAX_ROWS) + 1)
+    return HEADER_WORDS + 2 * config.num_layers * max(exchange_offsets(config, n)["layer"] for n in batches)
+
+
+def describe_error(words: Sequence[int]) -> str | None:
+    """What the error words tell; None if all went well."""
+    number, cta, warp, _ = words
+    layer, stage = divmod(number - 1, len(STAGES))
+    return f"{STAGES[stage]} of layer {layer}, CTA {cta}, warp {warp}" if number else None
