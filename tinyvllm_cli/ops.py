@@ -303,8 +303,8 @@ def decode_step(
     to 7 are zero, or tell where a wait between CTAs ended without success (`memory.decode_step.describe_error`).
     num_stages runs only the first stages (5 a layer: qkv, attention, o, gate_up, down; then logits), for tests. times
     int64 [SMs, stages, 2] gets, for each CTA and stage, the nanoseconds when its input was there and its output
-    written. Needs compute capability 9; unsupported sizes raise. The CPU runs the single ops and ignores workspace,
-    num_stages and times.
+    written. Needs compute capability 9 or 10; unsupported sizes raise. The CPU runs the single ops and ignores
+    workspace, num_stages and times.
     """
     _ops.decode_step(
         logits,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
 
+CAPABILITIES = (9, 10)
+"""Major compute capabilities of the cards that have both bulk copies and shared memory enough."""
 MAX_ROWS, MAX_LAYERS, MAX_HIDDEN = 8, 64, 4096
 HEADER_WORDS = 64
 ERROR_WORDS = slice(4, 8)

@@ -82,7 +82,7 @@ class ModelRunner:
         self.block_table = self.buffers["block_table"].zero_()
         self.can_fuse = (
             self.cuda
-            and torch.cuda.get_device_capability(self.device)[0] >= 9
+            and torch.cuda.get_device_capability(self.device)[0] in decode_step.CAPABILITIES
             and decode_step.is_supported(config, str(weights.embed.dtype).removeprefix("torch."))
         )
         self.buffers["decode_exchange"].fill_(-1)[: decode_step.HEADER_WORDS] = 0
