@@ -58,7 +58,7 @@ class Step:
             matrix.mul_(1 if matrix.dim() == 1 else 2.5)
         weights = Weights(
             weights.embed.mul_(50).to(device),
-            [type(x)(**{n: getattr(x, n).to(device) for n in x.__slots__}) for x in weights.layers],
+            [type(x)(**{n: getattr(x, n).to(device).contiguous() for n in x.__slots__}) for x in weights.layers],
             weights.final_norm.to(device),
             weights.lm_head.to(device),
             weights.arena,
