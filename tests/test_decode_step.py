@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from program import tinyvllm
 from torch import Tensor
 
 from tinyvllm_cli import ops
@@ -269,3 +270,9 @@ def test_unsupported_shapes_are_refused(device: str) -> None:
 def test_errors_are_described() -> None:
     assert decode_step.describe_error([0, 0, 0, 0]) is None
     assert decode_step.describe_error([1 + 5 * 3 + 4, 131, 8, 0]) == "down of layer 3, CTA 131, warp 8"
+
+
+def test_bench_says_where_no_stages_are() -> None:
+    outcome = tinyvllm("bench", "--device", "cpu", "--model", "demo", "--stages", "-p", 16, "-n", 2, "-r", 1)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "--stages: no decode test runs as the fused step here" in outcome.err

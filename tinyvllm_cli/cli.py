@@ -255,6 +255,7 @@ def bench(
     suite: Annotated[str | None, typer.Option(metavar="targets", help="The project's targets as the tests.")] = None,
     only: Annotated[str | None, typer.Option(metavar="WORD,...", help="Only the suite's rows of such a name.")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Every op alone, at the shapes of the tests.")] = False,
+    stages: Annotated[bool, typer.Option("--stages", help="The stages of the fused decode step.")] = False,
     compare: Annotated[
         str | None, typer.Option(metavar="PEER,...", help="The same work by transformers, transformers-static, vllm.")
     ] = None,
@@ -301,6 +302,7 @@ def bench(
             suite=suite,
             only=parse_words(only),
             kernels=kernels,
+            stages=stages,
             compare=parse_words(compare),
             baseline=baseline,
             warmup=not no_warmup,

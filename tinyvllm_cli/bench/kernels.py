@@ -77,10 +77,12 @@ def measure_kernels(
     context: int,
     prompts: Sequence[int],
     seed: int = 0,
+    only_stages: bool = False,
 ) -> Iterator[KernelResult]:
     """Times the ops of a decode step (each batch size, at `context`) and of a prefill (one prompt of each length).
 
-    Weights are random. On CUDA the extension must be loaded.
+    only_stages: of all these only the stages of `decode_step`, where it runs. Weights are random. On CUDA the extension
+    must be loaded.
     """
     import torch
 
@@ -92,7 +94,8 @@ def measure_kernels(
     with torch.inference_mode():
         for batch in batches:
             bench = _Shapes(config, weights, tokens=batch, num_seqs=batch, context=context)
-            for op in (*bench.common(), *bench.decode(), *bench.last()):
+            ops = () if only_stages else (*bench.common(), *bench.decode(), *bench.last())
+            for op in ops:
                 yield _result(op, "decode", batch, context, config.num_layers, place, ceiling)
             for stage in measure_stages(config, weights, bench.cache, bench.table, bench.rope, context, SAMPLES):
                 op = _Op("decode_step", stage.name, stage.bytes, stage.flops, lambda i: None)

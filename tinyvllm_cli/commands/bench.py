@@ -40,7 +40,7 @@ class BenchOptions:
         repetitions: samples of each row; None also lets a slow row have fewer.
         workload: as for `find_workload`, in place of the tests; rate: its arrivals a second.
         suite: "targets", in place of the tests; only: words, one of which a row's name must contain.
-        kernels: time every op alone at the tests' shapes, in place of the tests.
+        kernels: time every op alone at the tests' shapes, in place of the tests; stages: only those of `decode_step`.
         compare: peers that do the same work afterwards; see `PEERS`.
         baseline: JSON of an earlier run.
         warmup: a run of each case before its samples.
@@ -61,6 +61,7 @@ class BenchOptions:
     suite: str | None = None
     only: tuple[str, ...] = ()
     kernels: bool = False
+    stages: bool = False
     compare: tuple[str, ...] = ()
     baseline: Path | None = None
     warmup: bool = True
@@ -147,7 +148,7 @@ def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
     _measure_ceiling(session, result, sink)
     repetitions = options.repetitions or DEFAULTS[device_name]["repetitions"][0]
     began = time.perf_counter()
-    if options.kernels:
+    if options.kernels or options.stages:
         _measure_kernels(options, session, result, sink)
     else:
         _measure_cases(options, session, result, sink)
@@ -186,7 +187,8 @@ def _measure_cases(options: BenchOptions, session: Session, result: BenchResult,
 
 def _measure_kernels(options: BenchOptions, session: Session, result: BenchResult, sink: BenchSink) -> None:
     """Ops at the shapes of the tests: one token more than the longest case's prompt and depth is attended to."""
-    prefills = sorted({case.prompt_tokens for case in session.cases if case.test == "prefill"})
+    only_stages = options.stages and not options.kernels
+    prefills = sorted({case.prompt_tokens for case in session.cases if case.test == "prefill" and not only_stages})
     decodes = [case for case in session.cases if case.test == "decode"]
     for context in sorted({case.depth + case.prompt_tokens for case in decodes}) or [0]:
         sink.loading(f"timing ops at a context of {context}")
@@ -199,10 +201,17 @@ def _measure_kernels(options: BenchOptions, session: Session, result: BenchResul
             context=context,
             prompts=prefills,
             seed=options.seed,
+            only_stages=only_stages,
         ):
             result.kernels.append(kernel)
             sink.kernel(kernel)
         prefills = []
+    if only_stages and not result.kernels:
+        raise UserError(
+            "no decode test runs as the fused step here",
+            where="--stages",
+            fix="It needs a GPU of compute capability 9 or 10, a 16-bit dtype and at most 8 prompts at once (-b).",
+        )
 
 
 def _cases(options: BenchOptions, device: str) -> list[Case]:
