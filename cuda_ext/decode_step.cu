@@ -124,7 +124,7 @@ cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, i
       shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0 &&
       shape.hidden_size > 0 && shape.hidden_size % 8 == 0 && shape.hidden_size <= kNormStrips * kStrip &&
       shape.intermediate_size > 0 && shape.intermediate_size % 8 == 0 && shape.vocab_size > 0 && block_size > 0 &&
-      num_stages >= 0 && num_stages <= max_stages && device_attribute(cudaDevAttrComputeCapabilityMajor, 0) >= 9;
+      num_stages >= 0 && num_stages <= max_stages;
   if (!supported) return cudaErrorInvalidValue;
   const Exchange exchange = exchange_of(num_rows, shape);
   const int64_t set_words = (workspace_words - kHeaderWords) / 2 / 32 * 32;
@@ -133,6 +133,7 @@ cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, i
     return dispatch_head_dim(shape.head_dim, [&](auto dim) {
       return dispatch_int<1, 2>(ceil_div(num_rows, 4), [&](auto groups) {
         using T = typename decltype(type)::type;
+        if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) < 9) return cudaErrorNotSupported;
         const int floats = shared_floats<dim()>(num_rows, shape.num_heads / shape.num_kv_heads);
         const int rest = static_cast<int>(sizeof(StepShared)) + 4 * floats;
         const int fitting = (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) - rest) / kTileBytes;

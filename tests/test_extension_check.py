@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_extension_bindings import declarations
@@ -132,26 +133,43 @@ BAD_CALLS_OF = {
     "gated_linear_hopper": [("num_rows", 257), ("in_features", 12)],
     "attention_decode": [("num_heads", 7)],
     "attention_prefill": [("num_heads", 7)],
+    "decode_step": [
+        *(("num_rows", 9), ("num_heads", 7), ("num_kv_heads", 0), ("head_dim", 96), ("hidden_size", 12)),
+        *(("workspace_words", 64), ("num_stages", 7)),
+    ],
 }
 """The same for one launcher only."""
+
+SHAPE = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
+"""The fields of LlamaShape."""
 
 CALL_LAUNCHERS = """
 import ctypes, json, sys
 library = ctypes.CDLL(sys.argv[1])
+layers = (ctypes.c_void_p * 6)(*range(1 << 20, 7 << 20, 1 << 20))
+kinds = {
+    "p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float,
+    "shape": lambda value: ctypes.byref((ctypes.c_int * len(value))(*value)),
+    "weights": lambda value: ctypes.byref((ctypes.c_void_p * 4)(value, ctypes.addressof(layers), value, value)),
+}
 for symbol, arguments in json.load(sys.stdin):
-    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
     print(getattr(library, symbol)(*(kinds[kind](value) for kind, value in arguments)))
 """
 
 
-def arguments_of(launcher: str, **changed: int) -> list[tuple[str, float]]:
+def arguments_of(launcher: str, **changed: int) -> list[tuple[str, Any]]:
     """Kind and value of each argument of a call that a launcher should accept, but for what is changed."""
     values = {"dtype": 2, "out_dtype": 2, "head_dim": 64, "num_heads": 8, "num_kv_heads": 2, "block_size": 16}
     values |= {"num_rows": 4, "hidden_size": 256, "in_features": 256, "out_features": 256, "intermediate_size": 256}
-    values |= {"q_stride": 768, "table_stride": 8, "num_splits": 2, "vocab_size": 1000, **changed}
-    given: list[tuple[str, float]] = []
+    values |= {"q_stride": 768, "table_stride": 8, "num_splits": 2, "vocab_size": 1000, "workspace_words": 1 << 20}
+    values |= changed
+    given: list[tuple[str, Any]] = []
     for position, (kind, name) in enumerate(declarations()[launcher]):
-        if "*" in kind:
+        if kind == "const LlamaShape&":
+            given.append(("shape", [values.get(field, 1) for field in SHAPE]))
+        elif kind == "const LlamaWeights&":
+            given.append(("weights", (position + 1) << 20))
+        elif "*" in kind:
             given.append(("p", (position + 1) << 20))
         elif kind == "cudaStream_t":
             given.append(("p", 0))
@@ -189,7 +207,7 @@ def test_launchers_refuse_what_they_do_not_support(tmp_path: Path) -> None:
         (name, parameter, value)
         for name, parameters in declarations().items()
         for parameter, value in [*BAD_CALLS, *BAD_CALLS_OF.get(name, [])]
-        if parameter in {known for _, known in parameters}
+        if (parameter, value) in BAD_CALLS_OF.get(name, []) or parameter in {known for _, known in parameters}
     ]
     calls = good + [(name, arguments_of(name, **{parameter: value})) for name, parameter, value in bad]
     calls.append(("sample_workspace_floats", []))
