@@ -104,31 +104,25 @@ void silu_mul_op(const Tensor& out, const Tensor& gate_up) {
                          call.fits_int("intermediate size", out.size(1)), dtype, call.stream()));
 }
 
-void matvec_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  Call call("matvec", out);
+using LinearLauncher = decltype(matvec);
+
+void linear_op(const char* op, LinearLauncher launcher, const Tensor& out, const Tensor& x, const Tensor& weight) {
+  Call call(op, out);
   const Dtype dtype = call.activation("x", x);
   call.check("x", x, x.scalar_type(), {-1, -1});
   call.check("weight", weight, x.scalar_type(), {-1, x.size(1)});
   const bool is_float = out.scalar_type() == kFloat;
   call.check("out", out, is_float ? kFloat : x.scalar_type(), {x.size(0), weight.size(0)});
   if (out.numel() == 0) return;
-  call.launched(matvec(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
-                       call.fits_int("out features", weight.size(0)), call.fits_int("in features", x.size(1)), dtype,
-                       is_float ? Dtype::kF32 : dtype, call.stream()));
+  call.launched(launcher(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
+                         call.fits_int("out features", weight.size(0)), call.fits_int("in features", x.size(1)), dtype,
+                         is_float ? Dtype::kF32 : dtype, call.stream()));
 }
 
+void matvec_op(const Tensor& out, const Tensor& x, const Tensor& weight) { linear_op("matvec", matvec, out, x, weight); }
+
 void linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  Call call("linear_hopper", out);
-  const Dtype dtype = call.activation("x", x);
-  call.check("x", x, x.scalar_type(), {-1, -1});
-  call.check("weight", weight, x.scalar_type(), {-1, x.size(1)});
-  const bool is_float = out.scalar_type() == kFloat;
-  call.check("out", out, is_float ? kFloat : x.scalar_type(), {x.size(0), weight.size(0)});
-  if (out.numel() == 0) return;
-  call.launched(linear_hopper(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
-                              call.fits_int("out features", weight.size(0)),
-                              call.fits_int("in features", x.size(1)), dtype, is_float ? Dtype::kF32 : dtype,
-                              call.stream()));
+  linear_op("linear_hopper", linear_hopper, out, x, weight);
 }
 
 void gated_linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
