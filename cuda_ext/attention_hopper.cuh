@@ -1,4 +1,4 @@
-// What attention needs of Hopper beyond hopper.cuh: register budgets, copies of blocks of the paged cache, and products
+// What attention needs of Hopper beyond hopper.cuh: copies of blocks of the paged cache, and products
 // whose left factor is in registers or whose right factor has its columns, not K, contiguous.
 //
 // A panel is a tile of hopper.cuh with any number of rows. Rows of more than 64 elements are several panels.
@@ -22,17 +22,6 @@ __device__ __forceinline__ void signal_named_barrier(int id, int threads) {
 
 // What this thread has written to shared memory is seen by wgmma and tensor copies behind the next barrier.
 __device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// All threads of a warpgroup set the number of registers they own, a multiple of 8.
-template <int registers>
-__device__ __forceinline__ void give_up_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-template <int registers>
-__device__ __forceinline__ void claim_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
 
 // True in one lane of a warp that is all here. (The compiler knows that, as it would not of `lane == 0`: the operands of
 // a tensor copy lie in registers of the warp, and it would loop over the lanes.)

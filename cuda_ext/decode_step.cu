@@ -32,9 +32,9 @@ __global__ __launch_bounds__(kCtaThreads, 1) void decode_step_kernel(const __gri
   const Patience patience{reinterpret_cast<StepHeader*>(a.workspace), &s.deadline, 0};
   if (threadIdx.x == kStepThreads) {
     for (int i = 0; i < a.ring_tiles; ++i) {
-      mbarrier_init(&s.full[i][0], 1);
-      mbarrier_init(&s.full[i][1], 1);
-      mbarrier_init(&s.empty[i], kStepWarps);
+      init_barrier(shared_address(&s.full[i][0]), 1);
+      init_barrier(shared_address(&s.full[i][1]), 1);
+      init_barrier(shared_address(&s.empty[i]), kStepWarps);
     }
     s.deadline = cycles() + kPatience;
     fence_for_copies();
@@ -45,13 +45,13 @@ __global__ __launch_bounds__(kCtaThreads, 1) void decode_step_kernel(const __gri
   }
   __syncthreads();
   if (threadIdx.x < kStepThreads) {
-    take_registers<232>();
+    claim_registers<232>();
     Worker<T, head_dim, kGroups> worker{a, s, ring, partials,
                                         partials + 2 * kRoundTiles * tile_partials(a.num_rows), patience,
                                         Output(a.num_rows)};
     worker.run();
   } else {
-    give_registers<40>();
+    give_up_registers<40>();
     if (threadIdx.x < kStepThreads + kWarpSize) {
       WeightStream<T, head_dim, kGroups> stream{a, s, ring, patience, evict_first_policy(),
                                                 static_cast<int>(threadIdx.x) - kStepThreads};

@@ -132,7 +132,7 @@ struct Patience {
 
 __device__ __forceinline__ void wait_for(uint64_t* barrier, uint32_t parity, const Patience& patience) {
 #pragma unroll 1
-  while (!mbarrier_passed(barrier, parity) && !patience.is_over()) {
+  while (!has_ended(shared_address(barrier), parity) && !patience.is_over()) {
   }
 }
 

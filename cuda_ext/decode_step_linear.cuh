@@ -45,7 +45,7 @@ struct WeightStream {
     const int num_rows = max(min(kHalfRows, l.out_features - row), 0);
     const uint32_t bytes = elements * sizeof(T);
     uint64_t* barrier = &s.full[at.slot][half];
-    if (lane == 0) mbarrier_expect(barrier, num_rows * bytes);
+    if (lane == 0) arrive_expecting(shared_address(barrier), num_rows * bytes);
     __syncwarp();
     if (lane < num_rows) {
       bulk_copy(ring + at.slot * kTileBytes + (half * kHalfRows + lane) * kPitch,
@@ -247,12 +247,12 @@ __device__ __forceinline__ void multiply_tiles(const Fragments<kGroups, kHeld>& 
 #pragma unroll
     for (int strip = 0; strip < kHeld; ++strip) {
       if (first_strip + strip >= l.num_strips) break;
-      const bool first_landed = mbarrier_passed(&s.full[at.slot][0], at.parity);
-      if (!mbarrier_passed(&s.full[at.slot][1], at.parity)) wait_for(&s.full[at.slot][1], at.parity, patience);
+      const bool first_landed = has_ended(shared_address(&s.full[at.slot][0]), at.parity);
+      if (!has_ended(shared_address(&s.full[at.slot][1]), at.parity)) wait_for(&s.full[at.slot][1], at.parity, patience);
       if (!first_landed) wait_for(&s.full[at.slot][0], at.parity, patience);
       multiply_strip<T, kGroups, kHeld>(sums, x, strip, mine + at.slot * kTileBytes);
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(&s.empty[at.slot]);
+      if (lane == 0) arrive(shared_address(&s.empty[at.slot]));
       at.advance(ring_tiles);
     }
 #pragma unroll

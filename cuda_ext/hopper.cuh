@@ -10,7 +10,7 @@
 
 #include <cuda.h>
 
-#include "common.cuh"
+#include "mbarrier.cuh"
 
 namespace tinyvllm {
 
@@ -25,47 +25,7 @@ constexpr int kTileRowBytes = 128;
 constexpr int kTileAlignment = 1024;
 constexpr int kWarpgroup = 128;       // threads
 
-// ---- Barriers (mbarrier). A phase ends when all arrivals and all announced bytes have come; parities 0, 1, 0, ... ----
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// After init_barrier, before another thread, CTA or copy uses the barrier; a CTA or cluster barrier must follow.
-__device__ __forceinline__ void publish_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Returns once the phase of this parity has ended. On a fresh barrier parity 1 counts as ended.
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
-
 // ---- Copies of tiles from a matrix in global memory, described by a map (a __grid_constant__ parameter) ----
-
-// For what is read once.
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
 // What this thread has seen of global memory is there for its tile copies too.
 __device__ __forceinline__ void fence_tile_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
