@@ -9,6 +9,7 @@ CI compares on inputs of hypothesis. The fuzzer needs atheris, which is no depen
 from __future__ import annotations
 
 import io
+import json
 import re
 import struct
 import sys
@@ -56,7 +57,16 @@ def disagreement(content: bytes) -> str | None:
     if not accepted_by_reference(content):
         return None if found else f"accepted, but the reference refuses it: {header}"
     wrong = [fault for fault in found if not any(breach in fault.what for breach in TOLERATED)]
+    if wrong and any("occurs twice" in fault.what for fault in found):
+        return disagreement(without_doubles(content))
     return f"the reference accepts it: {wrong}" if wrong else None
+
+
+def without_doubles(content: bytes) -> bytes:
+    """The file as the reference reader sees it: of keys that occur twice with the last one's value only."""
+    (size,) = struct.unpack_from("<Q", content)
+    header = json.dumps(json.loads(content[8 : 8 + size])).encode()
+    return struct.pack("<Q", len(header)) + header + content[8 + size :]
 
 
 def file_of(data: bytes) -> bytes:

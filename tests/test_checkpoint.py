@@ -248,6 +248,19 @@ def test_tilings_and_their_mutations(tmp_path_factory: pytest.TempPathFactory, d
     assert scan_header(path)[1] or begin == end
 
 
+def test_faults_behind_a_doubled_name_are_ours_alone() -> None:
+    """The reference reader sees the last description of a name only: ours refuses both files, it the second."""
+    first, second = '"dtype":"U8","shape":[1,2],"data_offsets":[0,8]', '"dtype":"U8","shape":[8],"data_offsets":[0,8]'
+    for order, accepted in (
+        (f'{{"a":{{{first}}},"a":{{{second}}}}}', True),
+        (f'{{"a":{{{second}}},"a":{{{first}}}}}', False),
+    ):
+        content = file_of(b"\0" + order.encode())
+        assert accepted_by_reference(content) is accepted
+        assert scan_stream(Path("x"), io.BytesIO(content), len(content))[1]
+        assert not disagreement(content)
+
+
 PIECES = [*WORDS, *'{}[]:,"', "0", "4", "8", '"F32"', '"a"', " "]
 
 
