@@ -26,6 +26,7 @@ WARMUP_STEPS = 8
 BAD_SAMPLES = 10
 """So many differences of two times may be lost in noise before a case is given up."""
 PERCENTILES = (50, 90, 99)
+_ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class Meter:
         llm: sized for all cases.
         ceiling: None leaves shares out.
         seed: of the prompts; each run draws new ones.
-        warmup: one run before the samples of each case.
+        warmup: runs before the samples of each case; without, only what a difference begins with is run once.
     """
 
     def __init__(self, llm: LLM, ceiling: Ceiling | None, *, seed: int = 0, warmup: bool = True) -> None:
@@ -68,6 +69,8 @@ class Meter:
             short = replace(case, generated_tokens=min(case.generated_tokens, WARMUP_STEPS))
             for _ in range(1 if case.workload and not case.workload.interference else 2):
                 self._sample(case if case.workload else short)  # a step of any size is captured when it comes again
+        elif case.test == "decode":  # a difference of two runs: what the first one pays must not count
+            self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [_ONE] * case.batch)
         before = replace(self.llm.engine.statistics)
         intervals: list[float] = []
         latencies: list[Run] = []
@@ -118,16 +121,15 @@ class Meter:
                 arrivals = [0.0] * (len(prompts) - 1) + [float("inf")]
             run = self.run(prompts, params, arrivals)
             return run.seconds, run.steps, run
-        one = SamplingParams(max_tokens=1, ignore_eos=True)
         if case.test == "decode":
-            more = replace(one, max_tokens=case.generated_tokens + 1)
-            first = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [one] * case.batch)
+            more = replace(_ONE, max_tokens=case.generated_tokens + 1)
+            first = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [_ONE] * case.batch)
             run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [more] * case.batch)
             return run.seconds - first.seconds, case.generated_tokens, run
-        run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [one] * case.batch)
+        run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [_ONE] * case.batch)
         if not case.depth:
             return run.seconds, run.steps, run
-        before = self.run(self._prompts(case.batch, case.depth), [one] * case.batch)
+        before = self.run(self._prompts(case.batch, case.depth), [_ONE] * case.batch)
         return run.seconds - before.seconds, max(run.steps - before.steps, 1), run
 
     def run(
