@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import test_decode_step as d
 import test_ops as t
 import test_ops_linear as lin
 import test_ops_sampling as s
@@ -43,6 +44,9 @@ def main() -> None:
         s.test_penalize("cuda", vocab_size)
         s.test_logprobs("cuda", vocab_size)
     s.test_count_tokens("cuda")
+    d.test_decode_step("cuda", "odd sizes", [15, 16, 17])
+    d.test_decode_step("cuda", "wide heads", [7, 0, 64, 33])
+    d.test_decode_step_splits_long_contexts("cuda", 2, 700)
     print("every kernel ran")
 
 
