@@ -6,7 +6,8 @@
 
 namespace tinyvllm {
 
-constexpr float kEven = 1.25f;  // contexts are uneven if one is longer than this many times the mean
+constexpr float kEven = 1.25f;   // contexts are uneven if one is longer than this many times the mean,
+constexpr float kWhole = 2.25f;  // or than this many if each may stay whole: about as much as its warps read meanwhile
 
 // A part of a sequence's context: part `index` of `count`. Parts are numbered through all sequences up to `total`.
 struct Part {
@@ -17,15 +18,15 @@ struct Part {
 };
 
 struct PartRule {
-  int even_parts;    // of each of nearly equal contexts; 0: nothing is ever cut
+  int even_parts;    // of each of nearly equal contexts, at most; 0: nothing is ever cut
   int max_parts;     // of a mean context, if contexts are uneven
   int whole_tokens;  // contexts up to this are never cut: merging would cost more
   int min_tokens;    // of a part
 };
 
 // A context is cut into ceil(length / part_tokens) parts. If none is much longer than the mean, part_tokens is the mean /
-// even_parts and half a part's even_parts-th more, so that nearly equal contexts give even_parts each; else it is the
-// mean / max_parts: the parts that the queue holds fill the gaps that the first ones leave. So there are never more than
+// even_parts and half a part's even_parts-th more, so that nearly equal contexts give even_parts each, or fewer where
+// parts would be so short that merging them costs more than it saves; else it is the mean / max_parts: the parts that the queue holds fill the gaps that the first ones leave. So there are never more than
 // num_seqs * (max_parts + 1). All lanes of a warp call it and get the same result. It reads past L1, so that it may run
 // before wait_for_previous_kernel().
 __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, const PartRule& rule, int number) {
@@ -59,10 +60,13 @@ __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, cons
   contexts = __reduce_add_sync(kAllLanes, contexts);
   longest = __reduce_max_sync(kAllLanes, longest);
   const float mean = __fdividef(tokens, max(contexts, 1u));
+  if (rule.even_parts == 1 && longest <= kWhole * mean) return {number, 0, 1, num_seqs};
   const bool even = longest <= kEven * mean;
-  float share = __fdividef(mean, even ? rule.even_parts : rule.max_parts);
-  if (even) share += __fdividef(0.5f * share, rule.even_parts);
-  const int part_tokens = max(even ? rule.min_tokens : rule.whole_tokens, static_cast<int>(ceilf(share)));
+  const float shortest = fmaxf(rule.min_tokens + mean * (1.0f / 32.0f), 128.0f * contexts);
+  const float parts_wanted = even ? fminf(rule.even_parts, fmaxf(floorf(__fdividef(mean, shortest)), 1.0f)) : rule.max_parts;
+  float share = __fdividef(mean, parts_wanted);
+  if (even) share += __fdividef(0.5f * share, parts_wanted);
+  const int part_tokens = max(even ? 0 : rule.whole_tokens, static_cast<int>(ceilf(share)));
   if (longest <= max(part_tokens, rule.whole_tokens)) return {number, 0, 1, num_seqs};
   const float factor = 1.0f / part_tokens;
   const auto parts_of = [&](int length) {

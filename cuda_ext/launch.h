@@ -66,8 +66,8 @@ cudaError_t decode_inputs(int32_t* token_ids, int32_t* positions, int32_t* slots
 // One query token per sequence. q: rows of q_stride elements, the first num_heads * head_dim are used.
 // out [num_seqs, num_heads * head_dim]. workspace: float [num_seqs * num_heads * num_splits * (head_dim + 2)];
 // int32 counters [num_seqs * num_kv_heads + 1], zero before the first launch and left zero by each.
-// num_splits: 1 never splits a context; 2 n + 1 splits contexts of nearly equal length in n parts, uneven ones in 2 n on
-// average, and none if they are short.
+// num_splits: 1 never splits a context; 2 n + 1 splits long contexts of nearly equal length in n parts, uneven ones in 2 n
+// on average, and none if they are short.
 // In a captured graph it reads rows, context_lens, block_table, and K and V but the last 16 positions, before the kernel
 // ahead of it has ended. They must be there before the graph starts, or come from a kernel that has ended before any
 // kernel behind `embedding` starts, as decode_inputs has: embedding lets the next one start only after its own wait, and

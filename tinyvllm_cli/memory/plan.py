@@ -41,7 +41,7 @@ SAMPLE_WORKSPACE_FLOATS = 4096
 LOGPROB_COLUMNS = 21
 """The sampled token and the 20 most probable ones."""
 DECODE_CTAS = 132
-"""CTAs of decode attention that share the contexts of a small batch: one for each of an H200's SMs."""
+"""CTAs of decode attention that share a batch's contexts: one for each of an H200's SMs, or two if it is small."""
 MAX_SPLITS = 64
 
 Interval = tuple[str, str]
@@ -159,10 +159,11 @@ def default_limits(
 def decode_splits(num_seqs: int, num_kv_heads: int) -> int:
     """`num_splits` of `attention_decode`: equal contexts are cut into parts that fill the card, uneven ones finer.
 
-    The kernel makes at most num_seqs * num_splits parts: (num_splits - 1) / 2 of each of equal contexts, and of uneven
-    ones twice as many and one more for each sequence. 1 would cut none, however uneven they are.
+    The kernel makes at most num_seqs * num_splits parts: up to (num_splits - 1) / 2 of each of equal contexts, and of
+    uneven ones twice as many and one more for each sequence. 1 would cut none, however uneven they are.
     """
-    return 1 + 2 * max(1, min(MAX_SPLITS, DECODE_CTAS // (num_seqs * num_kv_heads)))
+    ctas = DECODE_CTAS if num_seqs > 8 else 2 * DECODE_CTAS
+    return 1 + 2 * max(1, min(MAX_SPLITS, ctas // (num_seqs * num_kv_heads)))
 
 
 def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
