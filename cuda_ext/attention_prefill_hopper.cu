@@ -3,7 +3,8 @@
 // Mapping: a CTA per SM goes from work item to work item: W times 64 rows (token, query head of one KV head), W = 3
 //   (D 64) or 2 (D 128). Four warps copy: K and V in tiles of 128 keys, block by block through the block table, and the
 //   queries. W warpgroups multiply: each starts the scores of a tile together with the weighted sum of the tile before,
-//   and they take turns at the tensor cores, so that some multiply while others are at their softmax.
+//   the last sum of an item together with the first scores of the next, and they take turns at the tensor cores, so that
+//   some multiply while others are at their softmax.
 // Traffic: 4 L^2 / 2 * D * Q flop for a prompt of L tokens; bound by the tensor cores. K and V come from L2.
 // Limits: bf16, fp16; D 64 or 128; block size 16; any Q / K; scale > 0.
 #include "attention_prefill_hopper.cuh"
@@ -40,22 +41,25 @@ struct Multiplier {
     if (index == warpgroups - 1) pass_turn();
   }
 
-  __device__ __forceinline__ void attend(const PrefillItem<T, head_dim>& item) {
-    const int first_row = item.first_row + index * kRows;
-    const int row = first_row + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
-    const int num_tiles = ceil_div(item.num_keys, kKeys);
-    const int own_tiles = first_row < item.num_rows ? item.position(first_row + kRows - 1) / kKeys + 1 : 0;
-    const int all_see = item.position(first_row);  // the last key that every row attends to
-    const int position[2] = {item.position(row), item.position(row + 8)};
-
-    wait_barrier(shared_address(&s.queries_full[num_items % kQueryStages]), num_items / kQueryStages % 2);
-    if (own_tiles > 0) {
-      start_scores(0);
+  // All work items of the CTA. The first scores of each are computed while the one before is finished.
+  // A warpgroup without rows in an item does the same products, on whatever is there, but neither waits nor stores:
+  // products under a condition would make the compiler wait for each.
+  __device__ __forceinline__ void attend(const PrefillArguments<T>& a) {
+    PrefillItem item = next_item();
+    start_scores(0);
+    while (item.exists()) {
+      const bool active = has_rows(item);
+      const int first_row = item.first_row + index * kRows;
+      const int row = first_row + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+      const int num_tiles = ceil_div(item.num_keys, kKeys);
+      const int own_tiles = active ? item.position(first_row + kRows - 1, a.group_heads) / kKeys + 1 : 0;
+      const int all_see = item.position(first_row, a.group_heads);  // the last key that every row attends to
+      const int position[2] = {item.position(row, a.group_heads), item.position(row + 8, a.group_heads)};
       wgmma_wait<0>();
       settle(scores);
-      release(kK, 0);
-      if (own_tiles == 1) release(&s.queries_empty[num_items % kQueryStages]);
-      weigh<true>(kKeys - 1 > all_see, position[0], position[1], item.a.scale);
+      if (active) release(kK, 0);
+      if (own_tiles <= 1) release(&s.queries_empty[num_items % kQueryStages]);
+      weigh<true>(kKeys - 1 > all_see, position[0], position[1], a.scale);
       pack_weights();
 #pragma unroll
       for (int d = 0; d < head_dim / 2; ++d) values[d] = 0.0f;
@@ -63,15 +67,17 @@ struct Multiplier {
       for (int i = 1; i < own_tiles; ++i) {
         const int first_key = i * kKeys;
         take_turn();
+        wait_for(kK, i);
         start_scores(i);
-        start_values(i - 1);
+        wait_for(kV, i - 1);
+        start_values(stage(i - 1));
         pass_turn();
         wgmma_wait<1>();
         settle(scores);
         release(kK, i);
         if (i + 1 == own_tiles) release(&s.queries_empty[num_items % kQueryStages]);
         const Correction correction = weigh<false>(first_key + kKeys - 1 > all_see, position[0] - first_key,
-                                                   position[1] - first_key, item.a.scale);
+                                                   position[1] - first_key, a.scale);
         wgmma_wait<0>();
         settle(values);
         settle(weights);
@@ -79,26 +85,50 @@ struct Multiplier {
         correct(correction);
         pack_weights();
       }
-      start_values(own_tiles - 1);
-      wgmma_wait<0>();
+      for (int i = own_tiles; i < num_tiles; ++i) skip_tile(i);  // at most one, if active: the ring has room for it
+      const int last = active ? own_tiles - 1 : 0;
+      const int last_stage = stage(last);
+      if (active) wait_for(kV, last);
+      start_values(last_stage);
+      tile += num_tiles;
+      ++num_items;
+      const PrefillItem next = next_item();
+      start_scores(0);
+      wgmma_wait<1>();
       settle(values);
       settle(weights);
-      release(kV, own_tiles - 1);
-      store(item, row);
-    }
-    if (own_tiles == 0) release(&s.queries_empty[num_items % kQueryStages]);
-    for (int i = own_tiles; i < num_tiles; ++i) {  // which other warpgroups need
-      if (i > 0) {
-        take_turn();
-        pass_turn();
+      if (active) {
+        release(&s.empty[kV][last_stage]);
+        store(a, item, row);
       }
-      wait_for(kK, i);
-      release(kK, i);
-      wait_for(kV, i);
-      release(kV, i);
+      item = next;
     }
-    tile += num_tiles;
-    ++num_items;
+    wgmma_wait<0>();
+    settle(scores);
+  }
+
+  __device__ __forceinline__ bool has_rows(const PrefillItem& item) const {
+    return item.exists() && item.first_row + index * kRows < item.num_rows;
+  }
+
+  // Once its queries are there, and its first keys, if they are needed.
+  __device__ __forceinline__ PrefillItem next_item() {
+    wait_barrier(shared_address(&s.queries_full[num_items % kQueryStages]), num_items / kQueryStages % 2);
+    const PrefillItem item = s.items[num_items % kQueryStages];
+    if (has_rows(item)) wait_for(kK, 0);
+    return item;
+  }
+
+  // Tiles that other warpgroups need.
+  __device__ __forceinline__ void skip_tile(int i) {
+    if (i > 0) {
+      take_turn();
+      pass_turn();
+    }
+    wait_for(kK, i);
+    release(kK, i);
+    wait_for(kV, i);
+    release(kV, i);
   }
 
   // Of the work item's i-th tiles.
@@ -122,7 +152,6 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void start_scores(int i) {
-    wait_for(kK, i);
     const uint64_t queries = panel_descriptor(shared_address(s.queries[num_items % kQueryStages][index]));
     const uint64_t keys = panel_descriptor(shared_address(s.tiles[kK][stage(i)]));
     wgmma_fence();
@@ -135,9 +164,8 @@ struct Multiplier {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_values(int i) {
-    wait_for(kV, i);
-    const uint64_t rows = panel_descriptor(shared_address(s.tiles[kV][stage(i)]), kPanelUnits<kKeys> * 16);
+  __device__ __forceinline__ void start_values(int stage) {
+    const uint64_t rows = panel_descriptor(shared_address(s.tiles[kV][stage]), kPanelUnits<kKeys> * 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) multiply<T>(values, &weights[4 * k], rows + k * kPanelUnits<16>);
@@ -193,13 +221,16 @@ struct Multiplier {
     for (int i = 0; i < kKeys / 4; ++i) weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
   }
 
-  __device__ __forceinline__ void store(const PrefillItem<T, head_dim>& item, int first_row) {
-    const int64_t out_stride = static_cast<int64_t>(item.a.num_kv_heads) * item.a.group_heads * head_dim;
+  __device__ __forceinline__ void store(const PrefillArguments<T>& a, const PrefillItem& item, int first_row) {
+    const int num_heads = a.num_kv_heads * a.group_heads;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = 1.0f / row_sum(sum[half]);
       const int row = first_row + half * 8;
-      T* out = item.a.out + item.row_offset(row, out_stride) + threadIdx.x % 4 * 2;
+      const int token = row / a.group_heads;
+      const int head = item.kv_head * a.group_heads + row - token * a.group_heads;
+      const int64_t offset = (static_cast<int64_t>(item.query_start + token) * num_heads + head) * head_dim;
+      T* out = a.out + offset + threadIdx.x % 4 * 2;
 #pragma unroll
       for (int d = 0; d < head_dim / 8; ++d) {
         const float* pair = &values[4 * d + 2 * half];
@@ -242,16 +273,17 @@ __device__ __forceinline__ void prefill_on_hopper(const PrefillArguments<T>& a, 
     give_up_registers<copy_registers>();
     const int role = warp % (kWarpgroup / kWarpSize);
     if (role < 2) {
-      TileCopier<T, head_dim> copier{s, map, static_cast<Matrix>(role)};
-      for_each_item<T, head_dim>(a, [&](const auto& item) { copier.copy_item(item); });
+      TileCopier<T, head_dim> copier{a, s, map, static_cast<Matrix>(role)};
+      for_each_item<PrefillShape<head_dim>::rows>(a, [&](const PrefillItem& item) { copier.copy_item(item); });
     } else {
-      QueryCopier<T, head_dim> copier{s, role - 2};
-      for_each_item<T, head_dim>(a, [&](const auto& item) { copier.copy_item(item); });
+      QueryCopier<T, head_dim> copier{a, s, role - 2};
+      for_each_item<PrefillShape<head_dim>::rows>(a, [&](const PrefillItem& item) { copier.copy_item(item); });
+      copier.copy_item(PrefillItem{});
     }
   } else {
     claim_registers<registers>();
     Multiplier<T, head_dim> multiplier(s, warpgroup);
-    for_each_item<T, head_dim>(a, [&](const auto& item) { multiplier.attend(item); });
+    multiplier.attend(a);
     if (warpgroup == 0) multiplier.take_turn();  // so that none is left over
   }
 }

@@ -27,49 +27,32 @@ struct PrefillShape {
 enum Matrix { kK = 0, kV = 1 };
 constexpr int kTurnBarrier = 1;  // of the first warpgroup
 
+// Rows first_row to first_row + rows of one sequence and KV head. Row r is query head r % group_heads of token
+// r / group_heads.
+struct PrefillItem {
+  int kv_head, first_row, table_row, query_start, history, num_rows, num_keys;  // num_rows of the sequence; 0: no item
+
+  __device__ bool exists() const { return first_row < num_rows && table_row >= 0; }
+
+  // Of a row's token; rows past the end repeat the last.
+  __device__ int position(int row, int group_heads) const { return history + min(row, num_rows - 1) / group_heads; }
+};
+
 template <typename T, int head_dim>
 struct PrefillShared {
   using S = PrefillShape<head_dim>;
   T queries[kQueryStages][S::warpgroups][S::panels][kRows * kTileColumns];
   T tiles[2][S::stages][S::panels][kKeys * kTileColumns];
+  PrefillItem items[kQueryStages];  // of the queries
   uint64_t queries_full[kQueryStages], queries_empty[kQueryStages];
   uint64_t full[2][S::stages], empty[2][S::stages];
   uint64_t ragged_full;  // a tile of V that goes past the end has been copied, but not cleared there
 };
 
-// Rows first_row to first_row + rows of one sequence and KV head. Row r is query head r % group_heads of token
-// r / group_heads.
-template <typename T, int head_dim>
-struct PrefillItem {
-  const PrefillArguments<T>& a;
-  int kv_head, first_row, table_row, query_start, num_rows, history, num_keys;
-
-  __device__ PrefillItem(const PrefillArguments<T>& arguments, int seq, int kv_head, int first_row)
-      : a(arguments), kv_head(kv_head), first_row(first_row) {
-    table_row = a.rows[seq];
-    query_start = a.query_start[seq];
-    const int num_queries = a.query_start[seq + 1] - query_start;
-    num_rows = num_queries * a.group_heads;
-    history = a.context_lens[seq] - num_queries;
-    num_keys = position(first_row + PrefillShape<head_dim>::rows - 1) + 1;
-  }
-  __device__ bool exists() const { return first_row < num_rows && table_row >= 0; }
-
-  // Of a row's token; rows past the end repeat the last.
-  __device__ int position(int row) const { return history + min(row, num_rows - 1) / a.group_heads; }
-
-  // Of a row in q or out, in elements.
-  __device__ int64_t row_offset(int row, int64_t stride) const {
-    const int token = row / a.group_heads;
-    return (query_start + token) * stride + (kv_head * a.group_heads + row - token * a.group_heads) * head_dim;
-  }
-};
-
-// Calls function(item) for every work item of this CTA, the same in all its threads. So many sequences are taken at a
+// Calls function(item) for every work item of this CTA. So many sequences are taken at a
 // time that a few CTAs share the keys of each, and of these the longest contexts first.
-template <typename T, int head_dim, typename Function>
+template <int rows, typename T, typename Function>
 __device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, Function&& function) {
-  constexpr int rows = PrefillShape<head_dim>::rows;
   constexpr int shared_heads = 32;  // KV heads, of all sequences, that are read at a time
   const int num_ctas = gridDim.x;
   const int cta = blockIdx.x;
@@ -90,7 +73,16 @@ __device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, Func
     while (index < num_items) {
       const int group = row_groups - 1 - (index - start) / num_heads;
       const int head = (index - start) % num_heads;
-      const PrefillItem<T, head_dim> item(a, first_seq + head / a.num_kv_heads, head % a.num_kv_heads, group * rows);
+      const int seq = first_seq + head / a.num_kv_heads;
+      PrefillItem item;
+      item.kv_head = head % a.num_kv_heads;
+      item.first_row = group * rows;
+      item.table_row = a.rows[seq];
+      item.query_start = a.query_start[seq];
+      const int num_queries = a.query_start[seq + 1] - item.query_start;
+      item.history = a.context_lens[seq] - num_queries;
+      item.num_rows = num_queries * a.group_heads;
+      item.num_keys = item.position(item.first_row + rows - 1, a.group_heads) + 1;
       if (item.exists()) function(item);
       ++round;
       index = round * num_ctas + (round % 2 == 0 ? cta : num_ctas - 1 - cta);  // after a long one a short one
@@ -98,33 +90,35 @@ __device__ __forceinline__ void for_each_item(const PrefillArguments<T>& a, Func
   }
 }
 
-// Two warps, which copy the queries of each work item.
+// Two warps, which copy the queries of each work item, and the item with them.
 template <typename T, int head_dim>
 struct QueryCopier {
+  const PrefillArguments<T>& a;
   PrefillShared<T, head_dim>& s;
   const int warp;
   int num_items = 0;
 
-  __device__ __forceinline__ void copy_item(const PrefillItem<T, head_dim>& item) {
+  __device__ __forceinline__ void copy_item(const PrefillItem& item) {
     constexpr int row_chunks = head_dim / 8;
     constexpr int step = 2 * kWarpSize / row_chunks;  // rows at a time, by both warps
     const int chunk = threadIdx.x % row_chunks;
-    const int group_heads = item.a.group_heads;
+    const int group_heads = a.group_heads;
     const int head_step = step % group_heads;
     const int token_step = step / group_heads;
     int row = (warp * kWarpSize + threadIdx.x % kWarpSize) / row_chunks;
     int token = (item.first_row + row) / group_heads;
     int head = item.first_row + row - token * group_heads;
     const T* queries =
-        item.a.q + item.query_start * item.a.q_stride + item.kv_head * group_heads * head_dim + chunk * 8;
+        a.q + item.query_start * a.q_stride + item.kv_head * group_heads * head_dim + chunk * 8;
     const int stage = num_items % kQueryStages;
     wait_barrier(shared_address(&s.queries_empty[stage]), num_items / kQueryStages % 2 ^ 1);
+    if (warp == 0 && elected()) s.items[stage] = item;
 #pragma unroll 4
     for (int i = 0; i < PrefillShape<head_dim>::rows / step; ++i) {
       const bool valid = item.first_row + row < item.num_rows;
       T* panel = s.queries[stage][row / kRows][chunk / 8];
       copy16_async(panel + panel_offset(row % kRows, chunk % 8),
-                   valid ? queries + token * item.a.q_stride + head * head_dim : item.a.q, valid);
+                   valid ? queries + token * a.q_stride + head * head_dim : a.q, valid);
       row += step;
       token += token_step;
       head += head_step;
@@ -148,15 +142,16 @@ struct TileCopier {
   static constexpr int panels = PrefillShape<head_dim>::panels;
   static constexpr int stages = PrefillShape<head_dim>::stages;
   static constexpr int tile_blocks = kKeys / kBlockSize;
+  const PrefillArguments<T>& a;
   PrefillShared<T, head_dim>& s;
   const CUtensorMap& map;
   const Matrix matrix;
   int tile = 0;
   int num_ragged = 0;
 
-  __device__ __forceinline__ void copy_item(const PrefillItem<T, head_dim>& item) {
+  __device__ __forceinline__ void copy_item(const PrefillItem& item) {
     const int num_blocks = ceil_div(item.num_keys, kBlockSize);
-    const int32_t* table = item.a.block_table + static_cast<int64_t>(item.table_row) * item.a.table_stride;
+    const int32_t* table = a.block_table + static_cast<int64_t>(item.table_row) * a.table_stride;
     for (int first_block = 0; first_block < num_blocks; first_block += tile_blocks, ++tile) {
       const int count = min(tile_blocks, num_blocks - first_block);
       int blocks[tile_blocks];
@@ -172,7 +167,7 @@ struct TileCopier {
         arrive_expecting(full, count * kBlockSize * head_dim * static_cast<int>(sizeof(T)));
 #pragma unroll
         for (int i = 0; i < tile_blocks; ++i) {
-          const int index = (blocks[i] * item.a.num_kv_heads + item.kv_head) * 2 + matrix;
+          const int index = (blocks[i] * a.num_kv_heads + item.kv_head) * 2 + matrix;
 #pragma unroll
           for (int p = 0; p < panels; ++p) {
             T* panel = target[p] + i * kBlockSize * kTileColumns;
