@@ -1,4 +1,4 @@
-"""The linear kernels for 9 to 256 rows against fp64, as `test_ops` does it."""
+"""The linear kernels for 9 to 256 rows, and what is made of several ops, against fp64 as in `test_ops`."""
 
 from __future__ import annotations
 
@@ -55,3 +55,19 @@ def test_a_row_does_not_depend_on_the_number_of_rows(device: str, rows: int) -> 
         ops.linear_hopper(most, x, weight)
         ops.linear_hopper(some, x[:rows].contiguous(), weight)
         assert device == "cpu" or torch.equal(some, most[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 83, 300])
+def test_add_linear_norm(device: str, rows: int) -> None:
+    """By each of the kernels that multiply so many rows."""
+    n, k = 576, 1536
+    for dtype, g in each_dtype(device):
+        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
+        before, norm = randn(g, rows, n, dtype=dtype, device=device), randn(g, n, dtype=dtype, device=device)
+        out, projection = (poisoned(rows, n, dtype=dtype, device=device) for _ in range(2))
+        residual = before.clone()
+        ops.add_linear_norm(out, residual, projection, x, weight, norm, 1e-5)
+        exact = (before.double() + x.double() @ weight.double().t()).cpu()
+        plain = before + functional.linear(x, weight)
+        check(residual, exact, plain)
+        check(out, *(functional.rms_norm(s, (n,), norm.to(s), 1e-5) for s in (exact, plain)))

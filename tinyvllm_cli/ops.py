@@ -136,6 +136,21 @@ def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
         torch.mm(x.to(out.dtype), weight.t().to(out.dtype), out=out)
 
 
+def add_linear_norm(
+    out: Tensor, residual: Tensor, projection: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float
+) -> None:
+    """residual += x @ weight.T, rounded to its dtype; out = rms_norm(residual) by the weights `norm` [H].
+
+    x [T, in], weight [H, in], out and residual [T, H]; projection [T, H] is room for what lies between.
+    """
+    if x.size(0) <= MATVEC_MAX_ROWS or suits_hopper(x):
+        linear(projection, x, weight)
+        add_rms_norm(out, residual, projection, norm, eps)
+    else:  # cuBLAS adds to what is there, and rounds once
+        residual.addmm_(x, weight.t())
+        rms_norm(out, residual, norm, eps)
+
+
 def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
     """`silu_mul` of `linear`. x [T, in], weight [2I, in], out [T, I]; gate_up [T, 2I] is room for what lies between."""
     if suits_hopper(x):

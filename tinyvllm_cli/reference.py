@@ -57,6 +57,13 @@ def silu_mul(out: Tensor, gate_up: Tensor) -> None:
 linear = ops.linear
 
 
+def add_linear_norm(
+    out: Tensor, residual: Tensor, projection: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float
+) -> None:
+    linear(projection, x, weight)
+    add_rms_norm(out, residual, projection, norm, eps)
+
+
 def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
     linear(gate_up, x, weight)
     silu_mul(out, gate_up)

@@ -77,28 +77,23 @@ class Llama:
 
         self.ops.embedding(hidden, w.embed, batch.token_ids)
         done("embedding", -1)
+        self.ops.rms_norm(normed, hidden, w.layers[0].attn_norm, c.rms_norm_eps)
+        done("attn_norm", 0)
         for i, layer in enumerate(w.layers):
-            if i == 0:
-                self.ops.rms_norm(normed, hidden, layer.attn_norm, c.rms_norm_eps)
-            else:
-                self.ops.add_rms_norm(normed, hidden, projection, layer.attn_norm, c.rms_norm_eps)
-            done("attn_norm", i)
             self.ops.linear(qkv, normed, layer.qkv)
             done("qkv", i)
             self.ops.rope_store(qkv, self.kv_cache[i], b["rope_table"], batch.positions, batch.slots)
             done("rope_store", i)
             self.attend(attention, qkv, self.kv_cache[i], batch, num_splits)
             done("attention", i)
-            self.ops.linear(projection, attention, layer.o)
-            done("o", i)
-            self.ops.add_rms_norm(normed, hidden, projection, layer.mlp_norm, c.rms_norm_eps)
+            self.ops.add_linear_norm(normed, hidden, projection, attention, layer.o, layer.mlp_norm, c.rms_norm_eps)
             done("mlp_norm", i)
             self.ops.gated_linear(activation, gate_up, normed, layer.gate_up)
             done("silu_mul", i)
-            self.ops.linear(projection, activation, layer.down)
-            done("down", i)
-        self.ops.add_rms_norm(normed, hidden, projection, w.final_norm, c.rms_norm_eps)
-        done("final_norm", -1)
+            last = i == len(w.layers) - 1
+            norm = w.final_norm if last else w.layers[i + 1].attn_norm
+            self.ops.add_linear_norm(normed, hidden, projection, activation, layer.down, norm, c.rms_norm_eps)
+            done(*(("final_norm", -1) if last else ("attn_norm", i + 1)))
 
     def logits(self, batch: Batch, hook: StageHook | None = None) -> Tensor:
         """The fp32 logits [R, V] of the sampled tokens, behind `trunk` of the same batch."""
