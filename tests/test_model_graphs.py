@@ -73,6 +73,19 @@ def test_graphs_change_no_token(folder: Path, name: str, params: dict[str, Any])
         assert llm.engine.statistics.preemptions > 0
 
 
+def test_large_steps_that_only_prefill_are_captured_unpadded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "TOKENS", (8, 16))
+    limits: dict[str, Any] = {"max_batched_tokens": 64}
+    expected = generate(LLM(folder, device="cpu", graphs=False, **limits), PROMPTS, 3)
+    llm = LLM(folder, device="cpu", **limits)
+    Recorder(llm)
+    for _ in range(3):
+        assert generate(llm, PROMPTS, 3) == expected
+    assert llm.runner.graphs is not None
+    large = [key for key in llm.runner.graphs.captured if isinstance(key, StepSize) and key.tokens > 16]
+    assert {key.decodes for key in large} == {0}
+
+
 def test_a_key_is_captured_when_it_comes_again_and_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     done: list[str] = []
@@ -86,6 +99,16 @@ def test_a_key_is_captured_when_it_comes_again_and_room_is_left(monkeypatch: pyt
         step_graphs.run(key, lambda key=key: done.append(key))
     assert "".join(done).replace("captured", "+") == "a+abac+cb"
     assert list(step_graphs.captured) == ["a", "c"]
+
+
+def test_sizes_that_came_once_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_SEEN", 3)
+    step_graphs = StepGraphs(lambda work: work)
+    for key in "abcdab":
+        step_graphs.run(key, lambda: None)
+    assert not step_graphs.captured
+    step_graphs.run("b", lambda: None)
+    assert list(step_graphs.captured) == ["b"]
 
 
 @given(st.data())

@@ -53,7 +53,7 @@ class LLM:
         block_size: tokens of one KV-cache block.
         num_kv_blocks, kv_cache_memory: size of the KV cache in blocks or bytes; default: `memory_fraction` of the
             device's memory less all else, on the CPU at most 4 GiB and half of what is free.
-        graphs: capture all but large steps in CUDA graphs.
+        graphs: capture steps in CUDA graphs, all but large ones that also decode.
         run_ahead: steps launched before the tokens of earlier ones are read; default 1 on CUDA, 0 on the CPU.
         prefix_cache: prompts that begin alike compute that beginning once; full blocks are kept for later prompts until
             their space is needed.

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 DECODES = (*range(1, 9), 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Batch sizes of steps that only decode."""
 TOKENS = (8, *range(16, 64, 16), *range(64, 256, 32), *range(256, 512, 64), 512, 640, 768, 896, 1024)
-"""Tokens of a step with prefill. Above the last the device needs longer than the host, and nothing is captured."""
+"""Tokens that smaller steps with prefill are padded to. Larger ones are not padded, and captured if they only prefill:
+equal sizes are rare, but make up much of a job of long prompts."""
 WHOLE_CHUNKS = 4
 """Up to so many chunks in a step each may be as long as the step: the CTAs that find nothing to do are few."""
 MAX_GRAPHS = 128
 """Graphs that are kept; each takes about half a MiB."""
+MAX_SEEN = 10_000
+"""Sizes that are remembered to have come once; then that is forgotten of all."""
 
 Work = Callable[[], object]
 
@@ -46,7 +49,7 @@ def step_size(plan: StepPlan) -> StepSize:
 
 
 def padded_size(size: StepSize, limits: Limits) -> StepSize | None:
-    """The size that stands for all those of about as many tokens; None when a step with prefill is too large for one.
+    """The size that stands for all those of about as many tokens; None when a step with prefill is too large.
 
     Decodes are padded to all that a step of so many tokens can have: their number changes from step to step.
     """
@@ -88,6 +91,8 @@ class StepGraphs:
         replay = self.captured.get(key)
         if replay is None:
             if key not in self._seen or len(self.captured) == MAX_GRAPHS:
+                if len(self._seen) == MAX_SEEN:
+                    self._seen.clear()
                 self._seen.add(key)
                 work()
                 return

@@ -54,7 +54,7 @@ class ModelRunner:
     Args:
         config, weights: the model; weights decide device and activation dtype.
         limits, plan, kv_plan: what `memory.plan` made of them; the runner allocates exactly that.
-        graphs: capture all but large steps in CUDA graphs (CUDA only).
+        graphs: capture steps in CUDA graphs (CUDA only), all but large ones that also decode.
         hook: called after each stage of a step; none is captured then.
     """
 
@@ -120,7 +120,7 @@ class ModelRunner:
         slot = self.launched % IN_FLIGHT
         self.launched += 1
         with torch.inference_mode(), self._on_stream():
-            self._update_state(plan)
+            self._update_table(plan)
             step = self._decode_step if self.graphs and plan.is_decode_only and not self.hook else self._step
             sampled = step(plan, slot)
             self.downloads[slot][: sampled.size(0)].copy_(sampled, non_blocking=True)
@@ -171,12 +171,8 @@ class ModelRunner:
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
-    def _update_state(self, plan: StepPlan) -> None:
-        """Applies what the plan says has changed: parameters and tokens of rows, entries of the block table."""
-        if plan.row_updates:
-            self.params.update(plan.row_updates)
-        if plan.histories:
-            self.params.remember(plan.histories)
+    def _update_table(self, plan: StepPlan) -> None:
+        """Applies what the plan says has changed in the block table."""
         if count := len(plan.block_updates):
             row, column, block = plan.block_updates.T
             both = np.empty(3 * count, dtype=np.int32)  # indices as int64, then blocks: one transfer
@@ -184,6 +180,13 @@ class ModelRunner:
             both[2 * count :] = block
             index, blocks = self._to_device(torch.from_numpy(both)).tensor_split([2 * count])
             self.block_table.view(-1).index_copy_(0, index.view(torch.int64), blocks)
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """Takes parameters and tokens of rows with new owners; before sampling, and the later the more is under way."""
+        if plan.row_updates:
+            self.params.update(plan.row_updates)
+        if plan.histories:
+            self.params.remember(plan.histories)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         # From pageable memory CUDA stages the bytes before it returns: the source may be reused at once.
@@ -206,7 +209,7 @@ class ModelRunner:
         return views
 
     def _step(self, plan: StepPlan, slot: int) -> Tensor:
-        """A step whose inputs come from the host; padded, and by a graph in the end, if it is not large.
+        """A step whose inputs come from the host; if it is not large, padded. By a graph when its size comes again.
 
         What attention_decode reads early is right in a graph (see launch.h): nothing starts in a graph before all that
         was put into the stream ahead of it has ended. That is the upload of rows, lengths and block table, and every
@@ -243,10 +246,11 @@ class ModelRunner:
             batch.max_query_len = longest
             batch.sample_tokens = sample_tokens
         num_splits = decode_splits(max(decodes, 1), self.config.num_kv_heads)
-        if self.graphs and padded:
+        if self.graphs and not self.hook and (padded or not n):
             self.graphs.run(size, lambda: self.model.trunk(batch, num_splits))
         else:
             self.model.trunk(batch, num_splits, self.hook)
+        self._update_rows(plan)
         # How many rows are sampled changes from step to step: their logits and all behind them are launched one by one.
         sampled = self.sampled[:samples]
         if samples:
@@ -287,6 +291,7 @@ class ModelRunner:
     def _decode_step(self, plan: StepPlan, slot: int) -> Tensor:
         """A step of decodes only, by its graph; nothing is uploaded while the same rows go on decoding."""
         assert self.graphs is not None
+        self._update_rows(plan)
         bucket, num_seqs = decode_bucket(plan.num_seqs, self.limits), plan.num_seqs
         if self.decoding is not plan.rows:  # the scheduler keeps the array while the same rows go on
             rows, positions = self._upload(slot, [(plan.rows, bucket, -1), (plan.positions, bucket, -1)])
