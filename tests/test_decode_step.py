@@ -164,8 +164,8 @@ class Step:
                 seen["middle", layer] = buffers["hidden"].clone()
             elif stage == "silu_mul":
                 seen["activation", layer] = buffers["activation"].clone()
-            elif stage == "down":
-                seen["hidden", layer] = buffers["hidden"] + buffers["projection"]
+            elif (stage == "attn_norm" and layer > 0) or stage == "final_norm":
+                seen["hidden", (layer if layer > 0 else config.num_layers) - 1] = buffers["hidden"].clone()
 
         model = Llama(config, weights, buffers, cache, i["block_table"])
         batch = Batch(i["token_ids"], i["positions"], i["slots"], i["rows"], i["context_lens"])
