@@ -82,10 +82,11 @@ class BlockPool:
         Those that have no owner left are free. The end of a sequence is forgotten before its beginning, without which
         it is of no use.
         """
-        if len(blocks) and self._owners[blocks].min() < 1:
+        left = self._owners[blocks] - 1
+        if len(blocks) and left.min() < 0:
             raise RuntimeError("a free block was freed")
-        self._owners[blocks] -= 1
-        released = blocks[self._owners[blocks] == 0][::-1]
+        self._owners[blocks] = left
+        released = blocks[left == 0][::-1]
         if self._named:
             names, kept = self._names, self._kept
             empty = [block for block in released.tolist() if names[block] is None]

@@ -121,8 +121,8 @@ class Scheduler:
             sequence.prefix = None  # from now on it decodes
             self._decoding_changed = True
         # A sample makes context_len + 1 tokens; a sequence in the middle of its prefill is further from its end.
-        ended_at = np.flatnonzero(plan.context_lens + 1 >= self._max_tokens[plan.rows])
-        ended = [sampled[i] for i in np.searchsorted(plan.sample_seqs, ended_at)] if len(ended_at) else []
+        (ended_at,) = (plan.context_lens + 1 >= self._max_tokens[plan.rows]).nonzero()
+        ended = [sampled[i] for i in plan.sample_seqs.searchsorted(ended_at).tolist()] if len(ended_at) else []
         for sequence in ended:
             self._leave_row(sequence)
         self._launched.append(_Launched(plan, sampled, ended))
@@ -211,7 +211,8 @@ class Scheduler:
         if first is self._refused:
             return None  # blocks only get scarcer until someone leaves a row
         if first.prefix is None:
-            first.prefix = np.array(first.prompt_token_ids + first.output_token_ids, dtype=np.int32)
+            known = first.prompt_token_ids + first.output_token_ids
+            first.prefix = np.fromiter(known, np.int32, len(known))
         beginning = self._cache.find(first)
         spare = len(self._running) + 1 if self._running else 0
         own = self.pool.blocks_for(len(first.prefix)) - len(beginning.blocks)
@@ -278,7 +279,7 @@ class Scheduler:
             chunk_starts = np.array(list(accumulate((count for _, count in chunks), initial=num_decodes)), np.int32)
             query_start = np.concatenate((query_start[:-1], chunk_starts))
             starts = self._num_computed[chunk_rows]
-            ends = starts + np.diff(chunk_starts)
+            ends = starts + chunk_starts[1:] - chunk_starts[:-1]
             context_lens = np.concatenate((context_lens, ends))
             tokens = [(token_ids, positions, slots)]
             reached = list(range(num_decodes))

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class StepSize(NamedTuple):
 def step_size(plan: StepPlan) -> StepSize:
     """The size of a plan as it is."""
     n = plan.num_decodes
-    longest = 0 if plan.is_decode_only else int(np.diff(plan.query_start[n:]).max())
+    longest = 0 if plan.is_decode_only else int((plan.query_start[n + 1 :] - plan.query_start[n:-1]).max())
     return StepSize(plan.num_tokens, n, plan.num_seqs - n, longest)
 
 
