@@ -20,21 +20,6 @@ __device__ __forceinline__ void signal_named_barrier(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// What this thread has written to shared memory is seen by wgmma and tensor copies behind the next barrier.
-__device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// True in one lane of a warp that is all here. (The compiler knows that, as it would not of `lane == 0`: the operands of
-// a tensor copy lie in registers of the warp, and it would loop over the lanes.)
-__device__ __forceinline__ bool elected() {
-  uint32_t result;
-  asm volatile(
-      "{.reg .pred one;\n"
-      "elect.sync _|one, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, one;}"
-      : "=r"(result));
-  return result != 0;
-}
-
 // ---- Copies ----
 
 // One thread starts the copy of the map's box at element (x, y, z) into a panel; all its bytes count at the barrier.

@@ -125,16 +125,27 @@ void linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) 
   linear_op("linear_hopper", linear_hopper, out, x, weight);
 }
 
-void gated_linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  Call call("gated_linear_hopper", out);
+using GatedLinearLauncher = decltype(gated_linear_hopper);
+
+void gated_linear_op(const char* op, GatedLinearLauncher launcher, const Tensor& out, const Tensor& x,
+                     const Tensor& weight) {
+  Call call(op, out);
   const Dtype dtype = call.activation("x", x);
   call.check("x", x, x.scalar_type(), {-1, -1});
   call.check("out", out, x.scalar_type(), {x.size(0), -1});
   call.check("weight", weight, x.scalar_type(), {2 * out.size(1), x.size(1)});
   if (out.numel() == 0) return;
-  call.launched(gated_linear_hopper(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
-                                    call.fits_int("out features", out.size(1)),
-                                    call.fits_int("in features", x.size(1)), dtype, call.stream()));
+  call.launched(launcher(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
+                         call.fits_int("out features", out.size(1)), call.fits_int("in features", x.size(1)), dtype,
+                         call.stream()));
+}
+
+void gated_linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  gated_linear_op("gated_linear_hopper", gated_linear_hopper, out, x, weight);
+}
+
+void gated_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  gated_linear_op("gated_linear_wide", gated_linear_wide, out, x, weight);
 }
 
 void decode_inputs_op(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& context_lens,
@@ -289,6 +300,7 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("matvec", tinyvllm::matvec_op);
   m.impl("linear_hopper", tinyvllm::linear_hopper_op);
   m.impl("gated_linear_hopper", tinyvllm::gated_linear_hopper_op);
+  m.impl("gated_linear_wide", tinyvllm::gated_linear_wide_op);
   m.impl("decode_inputs", tinyvllm::decode_inputs_op);
   m.impl("attention_decode", tinyvllm::attention_decode_op);
   m.impl("attention_prefill", tinyvllm::attention_prefill_op);

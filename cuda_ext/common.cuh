@@ -126,6 +126,14 @@ __device__ __forceinline__ uint4 pack8(const float (&values)[8]) {
                     pack2<T>(values[6], values[7]));
 }
 
+// value / (1 + exp(-value)), in few instructions: what is not a normal number counts as 0.
+__device__ __forceinline__ float silu(float value) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value * -1.442695041f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return value * inverse;
+}
+
 // ---- Reductions; the order is fixed, and every participating thread gets the result ----
 
 // Over each aligned group of `width` lanes. All lanes of the warp take part.

@@ -49,6 +49,65 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap& ma
       : "memory");
 }
 
+// The same for every CTA of the cluster whose rank is a bit of `ranks`: to this address and barrier in each of them.
+__device__ __forceinline__ void copy_tile_to(uint16_t ranks, uint32_t shared, const CUtensorMap& map, int row,
+                                             int column, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(ranks)
+      : "memory");
+}
+
+// From shared memory to the matrix, but for what lies outside of it. The thread that starts stores also waits for them.
+__device__ __forceinline__ void store_tile(const CUtensorMap& map, int row, int column, uint32_t shared) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(shared)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until shared memory has been read by all but the newest `pending` stores.
+template <int pending>
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+// What this thread has written to shared memory is seen by wgmma and tile copies behind the next barrier.
+__device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four 8x8 matrices of 16-bit elements, as load_matrices() loads them.
+__device__ __forceinline__ void store_matrices(uint32_t shared_row, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_row), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// True in one lane of a warp that is all here. (The compiler knows that, as it would not of `lane == 0`: the operands of
+// a tile copy lie in registers of the warp, and it would loop over the lanes.)
+__device__ __forceinline__ bool elected() {
+  uint32_t result;
+  asm volatile(
+      "{.reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;}"
+      : "=r"(result));
+  return result != 0;
+}
+
+// A slot of a ring of tiles and the parity of its current use.
+struct Turn {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance(int slots) {
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 // ---- Clusters. Every thread of every CTA of the cluster arrives, and later waits, the same number of times ----
 
 // Publishes what the thread wrote to its shared memory.
@@ -62,6 +121,19 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// What is at this address of the calling CTA, in the CTA of this rank.
+__device__ __forceinline__ uint32_t address_in(uint32_t shared, int rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
+  return remote;
+}
+
+// At a barrier of any CTA of the cluster (address_in), which must not have ended. Orders nothing: a release in the cluster
+// would wait for all bulk copies in flight.
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 
 // Four floats at this address in the CTA of this rank.
 __device__ __forceinline__ float4 load_from(uint32_t shared, int rank) {
@@ -118,35 +190,37 @@ __device__ __forceinline__ void wgmma_wait() {
 #define OPERANDS_32(i) OPERANDS_16(i), OPERANDS_16(i + 16)
 #define OPERANDS_64(i) OPERANDS_32(i), OPERANDS_32(i + 32)
 #define OPERANDS_128(i) OPERANDS_64(i), OPERANDS_64(i + 64)
-#define WGMMA(type, n, count, a_operand, b_operand)                                                        \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" REGISTERS_##count "}, " \
-               a_operand ", " b_operand ", 1, 1, 1, 0, 0;"                                                 \
-               : OPERANDS_##count(0)                                                                       \
-               : "l"(a), "l"(b))
-#define WGMMA_OF_TYPE(n, count, a_operand, b_operand)   \
-  if constexpr (std::is_same_v<T, __half>) {            \
-    WGMMA("f16", n, count, a_operand, b_operand);       \
-  } else {                                              \
-    WGMMA("bf16", n, count, a_operand, b_operand);      \
+#define WGMMA(type, n, count, a_operand, b_operand, more_operand)                                              \
+  asm volatile("{.reg .pred more; setp.ne.b32 more, " more_operand ", 0;\n"                                    \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" REGISTERS_##count "}, "    \
+               a_operand ", " b_operand ", more, 1, 1, 0, 0;}"                                                \
+               : OPERANDS_##count(0)                                                                          \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+#define WGMMA_OF_TYPE(n, count, a_operand, b_operand, more_operand)   \
+  if constexpr (std::is_same_v<T, __half>) {                          \
+    WGMMA("f16", n, count, a_operand, b_operand, more_operand);       \
+  } else {                                                            \
+    WGMMA("bf16", n, count, a_operand, b_operand, more_operand);      \
   }
 
 // Thread t of the warpgroup holds of d, with w = t / 32, g = t % 32 / 4, q = t % 4: element 4 j + i is row
 // 16 w + g + 8 (i / 2), column 8 j + 2 q + i % 2. n is a multiple of 16; one instruction takes up to 256 columns.
+// If not `accumulate`, d = a * b^T.
 template <typename T, int n>
-__device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b) {
+__device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool accumulate = true) {
   constexpr int part = n >= 256 ? 256 : n >= 128 ? 128 : n >= 64 ? 64 : n >= 32 ? 32 : 16;
   if constexpr (part == 256) {
-    WGMMA_OF_TYPE("256", 128, "%128", "%129")
+    WGMMA_OF_TYPE("256", 128, "%128", "%129", "%130")
   } else if constexpr (part == 128) {
-    WGMMA_OF_TYPE("128", 64, "%64", "%65")
+    WGMMA_OF_TYPE("128", 64, "%64", "%65", "%66")
   } else if constexpr (part == 64) {
-    WGMMA_OF_TYPE("64", 32, "%32", "%33")
+    WGMMA_OF_TYPE("64", 32, "%32", "%33", "%34")
   } else if constexpr (part == 32) {
-    WGMMA_OF_TYPE("32", 16, "%16", "%17")
+    WGMMA_OF_TYPE("32", 16, "%16", "%17", "%18")
   } else {
-    WGMMA_OF_TYPE("16", 8, "%8", "%9")
+    WGMMA_OF_TYPE("16", 8, "%8", "%9", "%10")
   }
-  if constexpr (n > part) wgmma<T, n - part>(d + part / 2, a, b + part * kTileRowBytes / 16);
+  if constexpr (n > part) wgmma<T, n - part>(d + part / 2, a, b + part * kTileRowBytes / 16, accumulate);
 }
 
 #undef REGISTERS_8

@@ -55,6 +55,10 @@ cudaError_t linear_hopper(void* out, const void* x, const void* weight, int num_
 cudaError_t gated_linear_hopper(void* out, const void* x, const void* weight, int num_rows, int out_features,
                                 int in_features, Dtype dtype, cudaStream_t stream);
 
+// The same for any number of rows from 1 on, better for many; out_features a multiple of 8.
+cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
+                              int in_features, Dtype dtype, cudaStream_t stream);
+
 // Start of a captured decode step, for each i < num_seqs with row = rows[i]: token_ids[i] = last_tokens[row];
 // p = next_positions[i]++; positions[i] = p; slots[i] = slot of p through block_table[row]; context_lens[i] = p + 1.
 // Padding (row -1): token 0, position 0, slot -1, context length 0, next_positions untouched.

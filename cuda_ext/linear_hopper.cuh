@@ -40,19 +40,6 @@ struct Work {
   bool gated, float_out;
 };
 
-// A slot of the ring and the parity of its current use.
-struct Turn {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance(int slots) {
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // Each slot holds a chunk of K: a tile of weights for each warpgroup, and one of x.
 template <int kRows>
 struct Ring {
@@ -70,8 +57,6 @@ struct Ring {
   __device__ uint32_t x_full(int slot) const { return barriers + 8 * (num_slots + slot); }
   __device__ uint32_t empty(int slot) const { return barriers + 8 * (2 * num_slots + slot); }
 };
-
-__device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.0f + __expf(-value)); }
 
 // Stores four features of a row, those that exist.
 template <typename T>

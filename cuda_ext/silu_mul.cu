@@ -21,7 +21,7 @@ __global__ __launch_bounds__(kThreads) void silu_mul_kernel(uint4* out, const ui
   unpack8<T>(load16(gate_up + 2 * row + column), gate);
   unpack8<T>(load16(gate_up + 2 * row + row_vectors + column), up);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) gate[i] = __fdividef(gate[i], 1.0f + __expf(-gate[i])) * up[i];
+  for (int i = 0; i < 8; ++i) gate[i] = silu(gate[i]) * up[i];
   store16(out + row + column, pack8<T>(gate));
 }
 

@@ -64,6 +64,10 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
             {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
         ),
+        "gated_linear_wide": (
+            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
+            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
+        ),
         "decode_inputs": (
             {name: new(S) for name in ("token_ids", "positions", "slots", "context_lens", "next_positions")}
             | {"last_tokens": new(MAX_SEQS), "rows": new(S), "block_table": new(MAX_SEQS, WIDTH), "block_size": BS},

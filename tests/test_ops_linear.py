@@ -1,4 +1,4 @@
-"""The linear kernels for 9 to 256 rows, and what is made of several ops, against fp64 as in `test_ops`."""
+"""The linear kernels for more than 8 rows, and what is made of several ops, against fp64 as in `test_ops`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ def test_gated_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
         gate, up = (x.double() @ weight.double().t()).cpu().chunk(2, -1)
         plain_gate, plain_up = functional.linear(x, weight).chunk(2, -1)
         check(out, functional.silu(gate) * up, functional.silu(plain_gate) * plain_up)
+
+
+@pytest.mark.parametrize("rows", [1, 129, 130, 255, 257, 1000, 2500] if torch.cuda.is_available() else [83])
+@pytest.mark.parametrize(("n", "k"), [(8192, 2048), (1536, 576), (136, 264), (8, 136)])
+def test_gated_linear_wide(device: str, rows: int, n: int, k: int) -> None:
+    for dtype, g in each_dtype(device):
+        x = randn(g, rows, k, dtype=dtype, device=device)
+        weight = randn(g, 2 * n, k, dtype=dtype, device=device, std=0.1)
+        outs = []
+        for _ in range(REPEATS if device == "cuda" else 1):
+            outs.append(poisoned(rows, n, dtype=dtype, device=device))
+            ops.gated_linear_wide(outs[-1], x, weight)
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        gate, up = (x.double() @ weight.double().t()).cpu().chunk(2, -1)
+        plain_gate, plain_up = functional.linear(x, weight).chunk(2, -1)
+        check(outs[0], functional.silu(gate) * up, functional.silu(plain_gate) * plain_up)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -23,6 +23,7 @@ SCHEMAS = {
     "matvec": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "gated_linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
+    "gated_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) context_lens, "
     "Tensor(e!) next_positions, Tensor last_tokens, Tensor rows, Tensor block_table, int block_size) -> ()",
     "attention_decode": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
@@ -112,6 +113,14 @@ def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
     _ops.gated_linear_hopper(out, x, weight)
 
 
+def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """`gated_linear_hopper` for many tokens, bound by the tensor cores, on compute capability 9.0.
+
+    I and in are multiples of 8, in is more than 128.
+    """
+    _ops.gated_linear_wide(out, x, weight)
+
+
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -120,6 +129,12 @@ def _is_hopper(device: torch.device) -> bool:
 def suits_hopper(x: Tensor) -> bool:
     """Whether x [T, in] is multiplied by `linear_hopper` and `gated_linear_hopper`."""
     return MATVEC_MAX_ROWS < x.size(0) <= HOPPER_MAX_ROWS and _is_hopper(x.device)
+
+
+def suits_wide(x: Tensor, weight: Tensor) -> bool:
+    """Whether x [T, in] and weight [2I, in] are multiplied by `gated_linear_wide`."""
+    fits = weight.size(0) % 16 == 0 and x.size(1) % 8 == 0 and x.size(1) > 128
+    return x.size(0) > HOPPER_MAX_ROWS and fits and _is_hopper(x.device)
 
 
 def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -155,6 +170,8 @@ def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> Non
     """`silu_mul` of `linear`. x [T, in], weight [2I, in], out [T, I]; gate_up [T, 2I] is room for what lies between."""
     if suits_hopper(x):
         gated_linear_hopper(out, x, weight)
+    elif suits_wide(x, weight):
+        gated_linear_wide(out, x, weight)
     else:
         linear(gate_up, x, weight)
         silu_mul(out, gate_up)

@@ -82,6 +82,10 @@ def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
     torch.mul(functional.silu(gate), up, out=out)
 
 
+def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    gated_linear_hopper(out, x, weight)
+
+
 def decode_inputs(
     token_ids: Tensor,
     positions: Tensor,

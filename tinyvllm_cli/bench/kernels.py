@@ -183,11 +183,13 @@ class _Shapes:
             lambda i: ops.rope_store(self.qkv, self.cache[i], self.rope, self.positions, self.slots),
         )  # fmt: skip
         yield self._linear("o", self.projection, self.attention, [layer.o for layer in w.layers])
-        if ops.suits_hopper(self.normed):
+        narrow, wide = ops.suits_hopper(self.normed), ops.suits_wide(self.normed, w.layers[0].gate_up)
+        if narrow or wide:
             size, nbytes = w.layers[0].gate_up.numel(), w.layers[0].gate_up.nbytes
             yield _Op(
-                "gated_linear_hopper", "gate_up", nbytes + row + self.activation.nbytes, 2 * self.tokens * size,
-                lambda i: ops.gated_linear_hopper(self.activation, self.normed, w.layers[i].gate_up),
+                "gated_linear_hopper" if narrow else "gated_linear_wide",
+                "gate_up", nbytes + row + self.activation.nbytes, 2 * self.tokens * size,
+                lambda i: ops.gated_linear(self.activation, self.gate_up, self.normed, w.layers[i].gate_up),
             )  # fmt: skip
         yield self._linear("gate_up", self.gate_up, self.normed, [layer.gate_up for layer in w.layers])
         nbytes = self.gate_up.nbytes + self.activation.nbytes
