@@ -59,6 +59,14 @@ MATVEC_MAX_ROWS = 8
 HOPPER_MAX_ROWS = 128
 """Up to so many it takes `linear_hopper` on compute capability 9.0; above, and elsewhere, the GEMM is cuBLAS'."""
 
+# The microseconds of gate and up of that model with SwiGLU, and of 8B's, at the share of wanted work (`wide_use`):
+#   rows                129   256   384   512  1024  8192  32768  |  8B: 256  8192
+#   share               .49   .97   .73   .97   .97   .97    .99  |      .85   .99
+#   gated_linear_wide  26.6  30.1   ~55  55.4 106.2 818.9 3264.5  |    105.1  2864
+#   cuBLAS, silu_mul   25.0  34.0    42  63.1 122.3 936.9 3647.7  |    113.1  2994
+WIDE_MIN_USE = 0.8
+"""From this share on `gated_linear` takes `gated_linear_wide` for more than HOPPER_MAX_ROWS rows."""
+
 DECODE_STEP_MAX_ROWS = 8
 """Batch sizes that `decode_step` takes."""
 
@@ -116,7 +124,7 @@ def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
 def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """`gated_linear_hopper` for many tokens, bound by the tensor cores, on compute capability 9.0.
 
-    I and in are multiples of 8, in is more than 128.
+    I and in are multiples of 8.
     """
     _ops.gated_linear_wide(out, x, weight)
 
@@ -126,15 +134,29 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def suits_hopper(x: Tensor) -> bool:
     """Whether x [T, in] is multiplied by `linear_hopper` and `gated_linear_hopper`."""
     return MATVEC_MAX_ROWS < x.size(0) <= HOPPER_MAX_ROWS and _is_hopper(x.device)
 
 
+def wide_use(rows: int, features: int, num_sms: int) -> float:
+    """The wanted share of what `gated_linear_wide` computes: in a round, each two SMs take 256 rows by 128 features."""
+    pairs = num_sms // 2
+    tiles = -(-rows // 256) * -(-features // 128)
+    return rows * features / (-(-tiles // pairs) * pairs * 256 * 128)
+
+
 def suits_wide(x: Tensor, weight: Tensor) -> bool:
     """Whether x [T, in] and weight [2I, in] are multiplied by `gated_linear_wide`."""
-    fits = weight.size(0) % 16 == 0 and x.size(1) % 8 == 0 and x.size(1) > 128
-    return x.size(0) > HOPPER_MAX_ROWS and fits and _is_hopper(x.device)
+    rows, features = x.size(0), weight.size(0) // 2
+    if rows <= HOPPER_MAX_ROWS or features % 8 or x.size(1) % 8 or not _is_hopper(x.device):
+        return False
+    return wide_use(rows, features, _num_sms(x.device)) >= WIDE_MIN_USE
 
 
 def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -178,16 +200,9 @@ def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> Non
 
 
 def decode_inputs(
-    token_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    next_positions: Tensor,
-    last_tokens: Tensor,
-    rows: Tensor,
-    block_table: Tensor,
-    block_size: int,
-) -> None:
+    token_ids: Tensor, positions: Tensor, slots: Tensor, context_lens: Tensor, next_positions: Tensor,
+    last_tokens: Tensor, rows: Tensor, block_table: Tensor, block_size: int,
+) -> None:  # fmt: skip
     """Makes the inputs of a decode step from the state on the device, and advances `next_positions`.
 
     For each i with row = rows[i]: token_ids[i] = last_tokens[row]; p = next_positions[i]++; positions[i] = p; slots[i]
@@ -201,17 +216,9 @@ def decode_inputs(
 
 
 def attention_decode(
-    out: Tensor,
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    workspace: Tensor,
-    counters: Tensor,
-    num_splits: int,
-    scale: float,
-) -> None:
+    out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, context_lens: Tensor,
+    workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
+) -> None:  # fmt: skip
     """Attention of one query token per sequence over its cached context (PagedAttention, Kwon et al. 2023).
 
     out [S, Q * D]; q [S, Q * D], any row stride; kv_cache [B, K, 2, block_size, D]; block_table int32 [max_num_seqs,
@@ -224,16 +231,9 @@ def attention_decode(
 
 
 def attention_prefill(
-    out: Tensor,
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-) -> None:
+    out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
+    context_lens: Tensor, max_query_len: int, scale: float,
+) -> None:  # fmt: skip
     """Causal attention of chunks of queries over their cached context, history included (FlashAttention-2, Dao 2023).
 
     Sequence s owns query rows query_start[s] to query_start[s + 1] of q and out [T, Q * D]; its last query has position
@@ -244,19 +244,9 @@ def attention_prefill(
 
 
 def sample(
-    sampled: Tensor,
-    last_tokens: Tensor,
-    logits: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    workspace: Tensor,
-    counters: Tensor,
-) -> None:
+    sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tensor, positions: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, workspace: Tensor, counters: Tensor,
+) -> None:  # fmt: skip
     """Draws one token per row of logits: sampled[i] and last_tokens[rows[i]].
 
     logits fp32 [R, V]; rows, positions, sampled int32 [R]; temperature, top_p, min_p fp32, top_k int32 and seeds int64
@@ -304,26 +294,11 @@ def logprobs(
 
 
 def decode_step(
-    logits: Tensor,
-    sampled: Tensor,
-    last_tokens: Tensor,
-    next_positions: Tensor,
-    context_lens: Tensor,
-    kv_cache: Tensor,
-    workspace: Tensor,
-    embed: Tensor,
-    layers: list[Tensor],
-    final_norm: Tensor,
-    lm_head: Tensor,
-    rope_table: Tensor,
-    rows: Tensor,
-    block_table: Tensor,
-    eps: float,
-    scale: float,
-    greedy: bool,
-    num_stages: int = -1,
+    logits: Tensor, sampled: Tensor, last_tokens: Tensor, next_positions: Tensor, context_lens: Tensor,
+    kv_cache: Tensor, workspace: Tensor, embed: Tensor, layers: list[Tensor], final_norm: Tensor, lm_head: Tensor,
+    rope_table: Tensor, rows: Tensor, block_table: Tensor, eps: float, scale: float, greedy: bool, num_stages: int = -1,
     times: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """A whole decode step of at most DECODE_STEP_MAX_ROWS sequences in one kernel.
 
     From the state that `decode_inputs` starts from, rows, next_positions [S] and last_tokens [max_num_seqs], which it
@@ -339,23 +314,6 @@ def decode_step(
     workspace, num_stages and times.
     """
     _ops.decode_step(
-        logits,
-        sampled,
-        last_tokens,
-        next_positions,
-        context_lens,
-        kv_cache,
-        workspace,
-        embed,
-        layers,
-        final_norm,
-        lm_head,
-        rope_table,
-        rows,
-        block_table,
-        eps,
-        scale,
-        greedy,
-        num_stages,
-        times,
-    )
+        logits, sampled, last_tokens, next_positions, context_lens, kv_cache, workspace, embed, layers, final_norm,
+        lm_head, rope_table, rows, block_table, eps, scale, greedy, num_stages, times,
+    )  # fmt: skip
