@@ -94,6 +94,18 @@ def test_c01_unknown_rope_type(tmp_path: Path, form: str) -> None:
     assert "RoPE type foo is not supported" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("section", [{"factor": 4.0}, {"full_attention": {"rope_type": "linear", "factor": 8.0}}])
+def test_scaling_without_a_type_is_refused(tmp_path: Path, section: dict[str, Any]) -> None:
+    edit_json(write(tmp_path) / "config.json", rope_scaling=section)
+    assert f"rope_scaling has {next(iter(section))}, but no rope_type" in refusal(tmp_path)
+
+
+def test_another_model_type_is_refused(tmp_path: Path) -> None:
+    """transformers goes by it: Gemma's embeddings and norms would be computed wrongly."""
+    edit_json(write(tmp_path) / "config.json", model_type="gemma")
+    assert "LlamaForCausalLM with model_type gemma is not supported" in refusal(tmp_path)
+
+
 def test_llama3_settings_must_be_there(tmp_path: Path) -> None:
     write(tmp_path, rope_scaling={"rope_type": "llama3", "factor": 32.0})
     message = refusal(tmp_path)

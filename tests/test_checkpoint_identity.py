@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_identity(write_rand(tmp_path / "d", dtype="bfloat16")) != known
     edit_json(moved / "tokenizer_config.json", chat_template="x")
     assert model_identity(moved) != known
+
+
+def test_what_is_no_file_is_no_part_of_it(tmp_path: Path) -> None:
+    """A pipe would be waited for without end."""
+    folder = write_rand(tmp_path / "a")
+    known = model_identity(folder)
+    (folder / "onnx.json").mkdir()
+    (folder / "adapter.safetensors").mkdir()
+    (folder / "old.safetensors").symlink_to("/nowhere")
+    os.mkfifo(folder / "chat_template.jinja")
+    assert model_identity(folder) == known
 
 
 def test_the_end_of_a_file_of_weights_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

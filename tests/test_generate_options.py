@@ -22,7 +22,16 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("17", 17), ("512MiB", 2**29), ("2G", 2**31), ("1.5GB", 1_500_000_000), ("3 kib", 3072), ("8b", 8), ("1T", 2**40)],
+    [
+        ("17", 17),
+        ("512MiB", 2**29),
+        ("2G", 2**31),
+        ("1.5GB", 1_500_000_000),
+        ("3 kib", 3072),
+        ("8b", 8),
+        ("1T", 2**40),
+        ("9" * 400, 2**63 - 1),
+    ],
 )
 def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
@@ -127,6 +136,10 @@ def test_version() -> None:
         (["generate", ""], 2, "prompt 1 is empty"),
         (["generate", "--prompts", "nowhere.txt"], 1, "nowhere.txt: cannot be read"),
         (["generate", "--prompts", "-"], 1, "standard input: holds no prompt"),
+        (["generate", "a", "--output", "-"], 2, "--output - is no file"),
+        (["generate", "a", "--output", "a" * 300], 1, "File name too long"),
+        (["generate", "a", "--model", "a" * 300], 1, "File name too long"),
+        (["generate", "a", "--model", "~nobody/m"], 1, "there is no ~nobody/m"),
         (["nonsense"], 2, "nonsense"),
     ],
 )
@@ -182,3 +195,17 @@ def test_output_that_is_redirected_into_the_input_is_refused(tmp_path: Path) -> 
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (result.returncode, "p.txt: is the output, too" in result.stderr) == (1, True)
     assert (tmp_path / "p.txt").read_text() == "A\n"
+
+
+def test_a_long_prompt_is_no_file_name(tmp_path: Path) -> None:
+    """86 Chinese characters have more bytes than a file's name may have."""
+    result = tinyvllm("generate", "中" * 100, "--model", str(tmp_path))
+    assert "config.json: there is no such file" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    command = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m tinyvllm_cli inspect -q"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (result.returncode, result.stderr) == (0, "")

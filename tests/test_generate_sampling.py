@@ -236,3 +236,18 @@ def test_lines_may_not_leave_the_ranges(dice: Path, tmp_path: Path) -> None:
     assert outcome.code == 3
     for record, (_, message) in zip(outcome.records, wrong, strict=True):
         assert message in record["error"] or "Infinity" in record["error"]
+
+
+def test_more_tokens_than_there_are(dice: Path) -> None:
+    """A top_k beyond 32 bits keeps them all."""
+    common = ("--model", dice, "A", "-n", 8, "-t", 1, "--json")
+    many, all_tokens = (generate(*common, "--top-k", k).records[0] for k in (10**30, 0))
+    assert many["token_ids"] == all_tokens["token_ids"]
+
+
+def test_what_the_model_recommends_and_is_not_done_is_told(tmp_path: Path, talk: Path) -> None:
+    model = write_chain(tmp_path / "m", byte_chain(TALK))
+    edit_json(model / "generation_config.json", num_beams=4, typical_p=1.0, bad_words_ids=[], stop_strings=["x"])
+    told = [line for line in generate("--model", model, "A").err.splitlines() if line.startswith("warning")]
+    assert [line.split()[1] for line in told] == ["num_beams", "stop_strings"]
+    assert "warning" not in generate("--model", model, "A", "--greedy").err

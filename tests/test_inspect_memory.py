@@ -108,6 +108,14 @@ def test_wrong_options(tmp_path: Path) -> None:
         look(folder, max_num_seqs=9, max_batched_tokens=8)
 
 
+def test_limits_beyond_all_measure(tmp_path: Path) -> None:
+    folder = write_rand(tmp_path / "m")
+    assert "no memory for the KV cache" in look(folder, device="auto", max_num_seqs=10**9, memory=2**40)[2]  # at once
+    for name in ("max_num_seqs", "max_batched_tokens", "block_size"):
+        with pytest.raises(UserError, match="out of range"):
+            look(folder, **{name: 2**31})
+
+
 def test_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = write_rand(tmp_path / "m", heads=8, kv_heads=4)  # head_dim 32
     result, out, err = look(odd, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from models import BOS, BYTE_VOCAB_SIZE, CHAT_TEMPLATE, EOS, EOT, edit_json, wri
 from tokenizers import decoders, normalizers, processors
 from tokenizers import models as token_models
 
+from tinyvllm_cli.checkpoint.eos import eos_token_ids
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.text.chat import ChatTemplate
 from tinyvllm_cli.text.stream import IncrementalDecoder
@@ -186,6 +188,41 @@ def test_faults_of_the_files_are_named(tmp_path: Path) -> None:
     assert "tokenizer_config.json" in str(caught.value)
 
 
+def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
+    """As in transformers: they are tokens, and not spelled out letter by letter."""
+    from transformers import AutoTokenizer
+
+    flags = {"special": True, "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+    for config in (
+        {"added_tokens_decoder": {"258": {"content": "<eot>", **flags}}},
+        {"additional_special_tokens": ["<eot>"]},
+        {"bos_token": "<eot>"},
+        {},
+    ):
+        path = write_byte_tokenizer(tmp_path) / "tokenizer.json"
+        kept = [token for token in json.loads(path.read_text())["added_tokens"] if token["id"] < EOT]
+        edit_json(path, added_tokens=kept)
+        edit_json(tmp_path / "tokenizer_config.json", **config)
+        text = "a <eot>b<pad>c"
+        for special in (True, False):
+            expected = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=special)["input_ids"]
+            assert Tokenizer.from_folder(tmp_path).encode(text, special) == expected
+
+
+def test_two_ids_for_a_token_are_refused(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"9": {"content": "<eot>"}, "x": 1})
+    with pytest.raises(UserError, match="'<eot>' has id 9 here and 258"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+    edit_json(tmp_path / "tokenizer_config.json", eos_token="<eos>")
+    os.mkfifo(tmp_path / "tokenizer.json")
+    _, faults = eos_token_ids(tmp_path, {}, {})
+    assert [fault.what for fault in faults] == ["is not a file"]
+
+
 def test_unknown_decoder_is_refused(tmp_path: Path) -> None:
     path = write_byte_tokenizer(tmp_path) / "tokenizer.json"
     edit_json(path, decoder={"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True})
@@ -203,6 +240,13 @@ def test_template_sources(tmp_path: Path) -> None:
     assert rendered(tmp_path) == "J"
     (tmp_path / "chat_template.jinja").write_text("F")
     assert rendered(tmp_path) == "F"
+    (tmp_path / "chat_template.jinja").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match="Git LFS pointer"):
+        rendered(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"chat_template\.json"):
+        rendered(tmp_path)
 
 
 def rendered(folder: Path) -> str:
@@ -248,3 +292,5 @@ def test_syntax_error_names_line_and_file() -> None:
     with pytest.raises(UserError, match="line 2") as caught:
         ChatTemplate("a\n{% if %}", {}, where="some/chat_template.jinja")
     assert "some/chat_template.jinja" in str(caught.value)
+    with pytest.raises(UserError, match="statically nested"):
+        ChatTemplate("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, {})

@@ -137,6 +137,12 @@ def test_jsonl(tmp_path: Path) -> None:
         ({"prompt": "a", "logprobs": True}, "logprobs must be an integer"),
         ({"prompt": "a", "n": 1.5}, "n must be an integer"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, "no text"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "no text"),
+        ({"messages": [{"role": "user", "content": None}]}, "no text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "no text"),
+        ('{"messages": [{"role": "user", "content": "a", "weight": 1e999}]}', "1e999 is too large"),
+        ('{"prompt": ' * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_lines_of_jsonl(tmp_path: Path, line: Any, message: str) -> None:
@@ -144,6 +150,28 @@ def test_bad_lines_of_jsonl(tmp_path: Path, line: Any, message: str) -> None:
     assert message in bad.error
     assert bad.error.startswith("line 1: ")
     assert (good.index, good.text, good.error) == (1, "a", "")
+
+
+def test_a_call_of_tools_needs_no_text(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    assert read_json(tmp_path, {"messages": [call]})[0].messages == [call]
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a"}', '{"id": 1, "messages": [{"role": "user", "content": "a"}]}'])
+def test_the_first_line_tells_jsonl_whatever_the_name(tmp_path: Path, line: str) -> None:
+    """Else JSON would be answered as if it were prose."""
+    for name in ("p.txt", "p.json", "p"):
+        first, second = read(tmp_path, f"{line}\nb\n".encode(), name)
+        assert first.title == "a"
+        assert "line 2: not JSON" in second.error
+
+
+def test_json_that_is_no_request_is_text_unless_the_name_says_json(tmp_path: Path) -> None:
+    content = b'{"name": "x"}\n'
+    assert read(tmp_path, content)[0].text == '{"name": "x"}'
+    assert "exactly one of prompt" in read(tmp_path, content, "p.json")[0].error
+    (tmp_path / "q.txt").write_bytes(b'{"prompt": "a"}')
+    assert next(iter(from_file(str(tmp_path / "q.txt"), whole=True))).text == '{"prompt": "a"}'
 
 
 def test_a_bad_line_keeps_its_id(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from tinyvllm_cli import __version__, options
-from tinyvllm_cli.errors import ExitCode, UserError
+from tinyvllm_cli.errors import ExitCode, UserError, as_user_error
 from tinyvllm_cli.options import Device, DType, Order, Preset, Sort, parse_bytes, parse_counts, parse_words
 
 if TYPE_CHECKING:
@@ -336,12 +336,12 @@ def _run(command: Callable[[Console], int], json: bool, quiet: bool) -> NoReturn
     try:
         with leaving_at_once(lambda: console.note("interrupted")):
             code = command(console)
-    except UserError as error:
-        console.error(error)
-        code = error.exit_code
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE  # the reader, such as `head`, has what it wanted: end as quietly as a signal would
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UserError, OSError) as error:
+        console.error(told := as_user_error(error))
+        code = told.exit_code
     raise typer.Exit(code)
 
 

@@ -1,4 +1,4 @@
-"""The only exceptions that are shown to the user without a traceback, and the exit codes."""
+"""What is shown to the user without a traceback, and the exit codes."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ class UserError(Exception):
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head}\n{self.fix}" if self.fix else head
+
+
+def as_user_error(error: UserError | OSError) -> UserError:
+    """What the operating system refuses (a name too long, a file gone or not readable), as what the user can mend."""
+    if isinstance(error, UserError):
+        return error
+    where = str(error.filename) if error.filename is not None else ""
+    return UserError(error.strerror or str(error), where=where, fix="Check that path, its permissions and the disk.")

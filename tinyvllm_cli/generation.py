@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 MAX_TOKENS = 256
 """`max_tokens` where nothing is said about it."""
 
+NOT_DONE = (
+    *("num_beams", "num_beam_groups", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("penalty_alpha", "guidance_scale", "sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "stop_strings", "dola_layers"),
+)
+"""Settings of transformers that change answers; None, 0, 1 and what is empty turn them off."""
+
 
 class Logprob(NamedTuple):
     """What is told of a token at one place of an answer.
@@ -317,3 +324,8 @@ def recommended_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
         what = error.what if isinstance(error, UserError) else f"a value is of the wrong kind ({error})"
         raise UserError(what, where="generation_config.json", fix="Mend the file, or use --greedy.") from error
     return {name: value for name, value in found.items() if value != getattr(plain, name)}
+
+
+def unsupported_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json asks for that changes answers and that is not done here."""
+    return {name: value for name in NOT_DONE if (value := generation.get(name)) not in (None, 0, 1, [], {})}

@@ -57,6 +57,7 @@ class LLM:
         run_ahead: steps launched before the tokens of earlier ones are read; default 1 on CUDA, 0 on the CPU.
         prefix_cache: prompts that begin alike compute that beginning once; full blocks are kept for later prompts until
             their space is needed.
+        use_chat_template: read the model's chat template; without it, `chat` is refused.
         progress: told in words what is going on.
 
     Attributes:
@@ -82,6 +83,7 @@ class LLM:
         graphs: bool = True,
         run_ahead: int | None = None,
         prefix_cache: bool = True,
+        use_chat_template: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self.warnings: list[str] = []
@@ -94,7 +96,7 @@ class LLM:
             weight_map = map_weights(config, open_checkpoint(model))
             self.warnings += weight_map.warnings
             self.tokenizer = Tokenizer.from_folder(model)
-            self.chat_template = ChatTemplate.from_folder(model)
+            self.chat_template = ChatTemplate.from_folder(model) if use_chat_template else None
         self._choose_device(device, config, dtype, say)
         say("making random weights" if weight_map is None else "loading weights")
         try:
@@ -245,7 +247,7 @@ class LLM:
                 f"out of memory: {self.plan.total_bytes / 2**20:,.0f} MiB of buffers and "
                 f"{self.kv_plan.total_bytes / 2**20:,.0f} MiB of KV cache do not fit beside "
                 f"{weights.arena.nbytes / 2**20:,.0f} MiB of weights",
-                fix="Lower --kv-cache-memory, --memory-fraction, --max-batched-tokens or --max-num-seqs.",
+                fix="Lower --max-model-len, --max-num-seqs, --max-batched-tokens or --kv-cache-memory.",
             ) from error
         pool = BlockPool(self.kv_plan.num_blocks, block_size)
         self.engine = Engine(

@@ -18,6 +18,9 @@ _UNITS = {"": 1} | {
 }
 
 
+MAX_BYTES = 2**63 - 1
+
+
 class Device(StrEnum):
     """Choices of --device."""
 
@@ -121,7 +124,7 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get("" if match is None or match[2] == "b" else match[2])
     if match is None or unit is None:
         raise typer.BadParameter(f"{text!r} is no size. Write bytes, or a number with K, M, G, T: 512MiB, 2G, 1.5GB.")
-    return int(float(match[1]) * unit)
+    return int(min(float(match[1]) * unit, MAX_BYTES))
 
 
 def parse_counts(text: str | None, option: str, least: int = 0) -> tuple[int, ...] | None:

@@ -175,12 +175,14 @@ class _Reader:
 
 def _refuse_unsupported(reader: _Reader) -> None:
     content = reader.content
-    names = content.get("architectures")
-    if names is None and content.get("model_type") == "llama":
+    names, model_type = content.get("architectures"), content.get("model_type")
+    if names is None and model_type == "llama":
         names = [ARCHITECTURE]
-    if names != [ARCHITECTURE]:
+    if names != [ARCHITECTURE] or model_type not in (None, "llama"):
         name = names[0] if isinstance(names, list) and len(names) == 1 else names
-        kind = quote(name) if names is not None else f"of model_type {quote(content.get('model_type'))}"
+        kind = quote(name) if names is not None else f"of model_type {quote(model_type)}"
+        if names == [ARCHITECTURE]:
+            kind += f" with model_type {quote(model_type)}"
         reader.unsupported(f"architecture {kind} is not supported", f"tinyvllm runs {ARCHITECTURE}.")
         return
     for key, harmless in HARMLESS.items():
@@ -243,7 +245,10 @@ def _rope_section(parent: _Reader, key: str, section: Mapping[str, Any]) -> Rope
     if "rope_theta" not in section:
         section = {**section, "rope_theta": parent.content.get("rope_theta")}
     reader = _Reader(parent.where, section, prefix=f"{key}." if key != "rope_theta" else "")
+    extra = sorted(section.keys() - {"rope_theta", "partial_rotary_factor"})
     kind = section.get("rope_type", section.get("type", "default"))
+    if extra and not section.keys() & {"rope_type", "type"}:
+        reader.fault(f"{key} has {', '.join(map(quote, extra))}, but no rope_type")
     theta = reader.number("rope_theta", default=10000.0)
     rope = RopeConfig(theta)
     if kind == "linear":

@@ -74,7 +74,7 @@ def _look_up(path: Path, token: str) -> tuple[int | None, list[Fault]]:
     if not path.exists():
         return None, []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         start = text.index('"added_tokens"')
         added = json.JSONDecoder().raw_decode(text, text.index("[", start))[0]
     except (OSError, ValueError, RecursionError):

@@ -17,6 +17,8 @@ def model_identity(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
+        if not path.is_file():  # a folder, a pipe, a link that leads nowhere: no part of a model
+            continue
         if path.suffix in (".json", ".jinja"):
             _add(digest, path.name, path.read_bytes())
         elif path.suffix == ".safetensors":

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tinyvllm_cli.checkpoint.config import read_config
+from tinyvllm_cli.checkpoint.faults import quote
 from tinyvllm_cli.checkpoint.identity import model_identity
 from tinyvllm_cli.commands.interrupt import Interrupts
 from tinyvllm_cli.commands.job import Job, Records
 from tinyvllm_cli.commands.model import resolve_model
 from tinyvllm_cli.engine.sequence import SamplingParams
 from tinyvllm_cli.errors import ExitCode, UserError
-from tinyvllm_cli.generation import MAX_TOKENS, recommended_sampling
+from tinyvllm_cli.generation import MAX_TOKENS, recommended_sampling, unsupported_sampling
 from tinyvllm_cli.jobs.lines import Prompt
 from tinyvllm_cli.jobs.output import Done, OutputFile
 from tinyvllm_cli.jobs.prompts import Format, PromptSource, from_arguments, from_file
@@ -196,7 +197,7 @@ def _answer(work: _Work, options: GenerateOptions, sink: GenerateSink, result: G
     sink.loading("loading torch")
     from tinyvllm_cli.llm import LLM
 
-    llm = LLM(work.folder, progress=sink.loading, **options.engine)
+    llm = LLM(work.folder, progress=sink.loading, use_chat_template=not options.raw, **options.engine)
     for warning in llm.warnings:
         sink.warn(warning)
     loaded = time.perf_counter()
@@ -226,6 +227,8 @@ def _check(options: GenerateOptions) -> None:
         raise _usage("--resume and --overwrite are for --output", "Name the file with --output FILE.")
     if options.resume and _input_name(options) == "-":
         raise _usage("standard input is read only once: it cannot be resumed", "Put it into a file.")
+    if options.output == Path("-"):
+        raise _usage("--output - is no file", "Without --output, --json writes the records to standard output.")
     if options.whole_file and options.prompts and options.prompts != ("-",):
         raise _usage("--whole-file is for --prompts FILE or standard input", "Leave it out.")
     try:
@@ -247,7 +250,10 @@ def _input_name(options: GenerateOptions) -> str | None:
 def _sampling(options: GenerateOptions, folder: Path, sink: GenerateSink) -> SamplingParams:
     """The parameters of prompts that say nothing else; tells which of them generation_config.json has set."""
     given = {"temperature": 0.0} | options.sampling if options.greedy else options.sampling
-    recommended = {} if options.greedy else recommended_sampling(read_config(folder).generation)
+    generation = {} if options.greedy else read_config(folder).generation
+    recommended = recommended_sampling(generation)
+    for name, value in unsupported_sampling(generation).items():
+        sink.warn(f"{name} {quote(value)} in generation_config.json is not supported and is ignored")
     shown = {name: value for name, value in recommended.items() if name not in given}
     if shown:
         values = ", ".join(f"{name} {value:g}" for name, value in shown.items())
@@ -273,7 +279,7 @@ def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
             'Give prompts as arguments ("Say hello."), --prompts FILE with one a line, or - for standard input.',
         )
     for text in options.prompts:
-        if len(text) < 256 and "\n" not in text and Path(text).is_file():
+        if os.path.isfile(text):
             sink.warn(f"{text} is taken as a prompt; to read the file of this name: --prompts {text}")
     return from_arguments(options.prompts)
 

@@ -30,8 +30,9 @@ def resolve_model(option: str | None) -> ResolvedModel:
     variable = os.environ.get("TINYVLLM_MODEL")
     if variable:
         return _named(variable, "TINYVLLM_MODEL")
-    here = Path.cwd()
+    here = Path()
     if (here / "config.json").is_file() and any(here.glob("*.safetensors")):
+        here = Path.cwd()
         return ResolvedModel(here, f"model: {here} (the current folder)")
     return _demo("no --model given: ")
 
@@ -44,7 +45,7 @@ def is_hub_id(name: str) -> bool:
 def _named(name: str, origin: str) -> ResolvedModel:
     if name == DEMO:
         return _demo("")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not name or not path.exists():
         if is_hub_id(name):
             folder = name.partition("/")[2]

@@ -32,7 +32,7 @@ def hub_access() -> Access:
 def _stored_token() -> str | None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     home = Path(os.environ.get("HF_HOME") or cache / "huggingface")
-    path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    path = os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or home / "token")
     try:
         with open(path, encoding="utf-8") as file:
             return file.read(MAX_TOKEN_BYTES).strip() or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -72,21 +73,25 @@ class Prompt:
         return f"line {self.line}"
 
 
-def is_batch_request(text: str) -> bool:
-    """Whether a line of JSONL is a request of OpenAI's batch format."""
+def form_of(text: str) -> Literal["text", "jsonl", "openai"]:
+    """The format of a file whose first line that is not blank is `text`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and "custom_id" in value and "body" in value
+        return "text"
+    if not isinstance(value, dict):
+        return "text"
+    return "openai" if {"custom_id", "body"} <= value.keys() else "jsonl" if value.keys() & set(_CONTENT) else "text"
 
 
 def parse_line(text: str, index: int, line: int, batch: bool) -> Prompt:
     """A line of JSONL, with `batch` in OpenAI's batch format; ValueError with the reason when it is no JSON object."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("not JSON: nested too deeply") from error
     if not isinstance(value, dict):
         expected = '{"custom_id": "...", "body": {...}}' if batch else '{"prompt": "..."} or {"messages": [...]}'
         raise ValueError(f"not a JSON object; expected {expected}")
@@ -201,13 +206,24 @@ def _messages(messages: Any) -> list[dict[str, Any]] | None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f'message {place} must be an object with "role" and "content"')
         content = message["content"]
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise ValueError(f"message {place} has content that is no text")
+        if isinstance(content, list) and all(map(_is_text_part, content)):
             message = message | {"content": "".join(part["text"] for part in content)}
+        elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ValueError(f"message {place} has content that is no text")
         result.append(message)
     return result
 
 
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large")
+    return number

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from tinyvllm_cli.errors import ExitCode, UserError
-from tinyvllm_cli.jobs.lines import Prompt, is_batch_request, parse_line
+from tinyvllm_cli.jobs.lines import Prompt, form_of, parse_line
 
 Format = Literal["auto", "text", "jsonl", "openai"]
 
@@ -73,15 +73,17 @@ def from_file(name: str, form: Format = "auto", *, whole: bool = False) -> Promp
 
     Args:
         name: path, or "-".
-        form: "text" (one prompt a line), "jsonl", "openai" (its batch format), or "auto": JSONL when the name ends in
-            .jsonl or .ndjson, and OpenAI's format when the first line is of it.
+        form: "text" (one prompt a line), "jsonl", "openai" (its batch format), or "auto": what the first line is, and
+            JSONL also when the name ends in .jsonl, .ndjson or .json.
         whole: the file is one prompt.
 
     Raises:
         UserError: the file is missing, unreadable, binary, or holds no prompt.
     """
-    if form == "auto" and not name.lower().endswith((".jsonl", ".ndjson")):
+    named = name.lower().endswith((".jsonl", ".ndjson"))
+    if whole and form == "auto" and not named:
         form = "text"
+    otherwise: Format = "jsonl" if named or name.lower().endswith(".json") else "text"
     if whole and form != "text":
         raise UserError("--whole-file is for text, not for JSONL", fix="Use one of them.", exit_code=ExitCode.USAGE)
     total, digest = None, None
@@ -104,7 +106,7 @@ def from_file(name: str, form: Format = "auto", *, whole: bool = False) -> Promp
             ) from error
     try:
         _refuse_binary(shown, stream)
-        return PromptSource(shown, _whole(shown, stream) if whole else _parse(stream, form), total, digest)
+        return PromptSource(shown, _whole(shown, stream) if whole else _parse(stream, form, otherwise), total, digest)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=shown, fix="Check the file.") from error
 
@@ -161,18 +163,21 @@ def _whole(shown: str, stream: BinaryIO) -> Iterator[Prompt]:
         yield Prompt(0, 1, text=text)
 
 
-def _parse(stream: BinaryIO, form: Format) -> Iterator[Prompt]:
-    batch = form == "openai"
+def _parse(stream: BinaryIO, form: Format, otherwise: Format) -> Iterator[Prompt]:
+    """The prompts; `otherwise` is what "auto" means when the first line looks like text."""
     with stream:
         for index, (line, raw) in enumerate(_lines(stream)):
             try:
                 if raw is None:
                     raise ValueError(f"longer than {MAX_LINE_BYTES // 2**20} MiB")
                 text = _decode(raw)
-                batch = batch or (index == 0 and form == "auto" and is_batch_request(text))
-                yield Prompt(index, line, text=text) if form == "text" else parse_line(text, index, line, batch)
-            except (ValueError, RecursionError) as error:
-                yield Prompt(index, line, api="chat" if batch else "", error=f"line {line}: {error}")
+                if form == "auto":
+                    first = form_of(text)
+                    form = otherwise if first == "text" else first
+                is_text = form == "text"
+                yield Prompt(index, line, text=text) if is_text else parse_line(text, index, line, form == "openai")
+            except ValueError as error:
+                yield Prompt(index, line, api="chat" if form == "openai" else "", error=f"line {line}: {error}")
 
 
 def _decode(raw: bytes) -> str:

@@ -43,6 +43,8 @@ LOGPROB_COLUMNS = 21
 DECODE_CTAS = 132
 """CTAs of decode attention that share a batch's contexts: one for each of an H200's SMs, or two if it is small."""
 MAX_SPLITS = 64
+MAX_COUNT = 2**31 - 1
+"""The kernels count in 32 bits."""
 
 Interval = tuple[str, str]
 ALWAYS: tuple[Interval, ...] = ((STAGES[0], STAGES[-1]),)
@@ -60,9 +62,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batched_tokens", "max_model_len", "block_size"):
             value = getattr(self, name)
-            if value < 1:
+            if not 1 <= value <= MAX_COUNT:
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} is {value}; it must be at least 1", where=option)
+                raise UserError(f"{value} is out of range", where=option, fix=f"Give a number from 1 to {MAX_COUNT:,}.")
         if self.max_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--max-batched-tokens {self.max_batched_tokens} is smaller than --max-num-seqs {self.max_num_seqs}",
@@ -176,7 +178,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
     t, s, h = limits.max_batched_tokens, limits.max_num_seqs, config.hidden_size
     q, k, d = config.num_heads, config.num_kv_heads, config.head_dim
     i, v = config.intermediate_size, config.vocab_size
-    partials = max(n * q * decode_splits(n, k) for n in range(1, s + 1))
+    partials = max(n * q * decode_splits(n, k) for n in {*range(1, min(s, DECODE_CTAS) + 1), s})  # beyond: as n grows
     twice = (("attn_norm", "qkv"), ("mlp_norm", "gate_up"), ("final_norm", "logits"))
     proj = (("attn_norm", "attn_norm"), ("o", "mlp_norm"), ("down", "final_norm"))
     blocks, padded = limits.blocks_per_seq, _align(4 * s) // 4
@@ -230,7 +232,7 @@ def plan_kv_cache(config: ModelConfig, limits: Limits, dtype: str, memory_bytes:
     num_blocks = min(max(memory_bytes, 0) // block_bytes, limits.max_num_seqs * limits.blocks_per_seq)
     if num_blocks < 1:
         raise UserError(
-            f"no memory for the KV cache: {_mib(memory_bytes)} MiB are left for it, and one block of "
+            f"no memory for the KV cache: {_mib(max(memory_bytes, 0))} MiB are left for it, and one block of "
             f"{limits.block_size} tokens needs {_mib(block_bytes)} MiB",
             fix="Lower --max-batched-tokens or --max-num-seqs, raise --memory-fraction or --kv-cache-memory, "
             "or free memory on the device.",

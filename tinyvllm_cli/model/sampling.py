@@ -66,7 +66,7 @@ class SamplingState:
             mirror["repetition"][row] = p.repetition_penalty
             mirror["presence"][row] = p.presence_penalty
             mirror["frequency"][row] = p.frequency_penalty
-            mirror["top_k"][row] = p.top_k
+            mirror["top_k"][row] = min(p.top_k, self.token_counts.size(1))  # int32; all tokens are no fewer
             mirror["num_logprobs"][row] = -1 if p.logprobs is None else p.logprobs
             self.penalized[row] = p.has_penalties
         self.some_penalized = bool(self.penalized.any())

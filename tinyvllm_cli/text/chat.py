@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinyvllm_cli.errors import UserError
-from tinyvllm_cli.text.tokenizer import read_tokenizer_config, special_tokens
+from tinyvllm_cli.text.tokenizer import read_object, read_tokenizer_config, special_tokens
 
 
 class ChatTemplate:
@@ -42,9 +42,10 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
+        except Exception as error:  # foreign code, as in `render`
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise UserError(
-                f"syntax error in the chat template, line {error.lineno}: {error.message}",
+                f"syntax error in the chat template{line}: {getattr(error, 'message', error)}",
                 where=where,
                 fix="Mend the template, or use --raw to do without it.",
             ) from error
@@ -61,17 +62,16 @@ class ChatTemplate:
         path = folder / "chat_template.jinja"
         if path.is_file():
             try:
-                return cls(path.read_text(encoding="utf-8-sig"), tokens, str(path))
+                source = path.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise UserError("the template is not UTF-8", where=str(path), fix="Fetch the file again.") from error
+            if source.startswith("version https://git-lfs"):
+                raise UserError("looks like a Git LFS pointer", where=str(path), fix="Fetch the file: git lfs pull")
+            return cls(source, tokens, str(path))
+        path = folder / "chat_template.json"
+        if path.is_file():
+            return cls(_default_of(read_object(path).get("chat_template"), str(path)), tokens, str(path))
         path, value = folder / "tokenizer_config.json", config.get("chat_template")
-        separate = folder / "chat_template.json"
-        if separate.is_file():
-            path = separate
-            try:
-                value = json.loads(path.read_text(encoding="utf-8-sig"))["chat_template"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError("no JSON with a chat_template", where=str(path), fix="Fetch the file again.") from error
         if value is None:
             return None
         return cls(_default_of(value, str(path)), tokens, str(path))

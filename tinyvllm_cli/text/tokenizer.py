@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import tokenizers
 from tinyvllm_cli.errors import UserError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_TOKEN_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 
 class Tokenizer:
@@ -30,6 +33,7 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()  # a tokenizer.json may carry the settings of its training, and would cut prompts
         backend.no_padding()
+        _add_tokens(backend, config, str(folder / "tokenizer_config.json"))
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = special_tokens(config)
         added = backend.get_added_tokens_decoder()
@@ -110,20 +114,20 @@ class Tokenizer:
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json of a model folder, and the special tokens that only special_tokens_map.json names."""
-    config = _read_object(folder / "tokenizer_config.json")
-    for name, token in _read_object(folder / "special_tokens_map.json").items():
+    config = read_object(folder / "tokenizer_config.json")
+    for name, token in read_object(folder / "special_tokens_map.json").items():
         if name in SPECIAL_TOKEN_NAMES and config.get(name) is None:
             config[name] = token
     return config
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} when there is no file."""
     if not path.is_file():
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"no valid JSON ({error})", where=str(path), fix="Fetch the file again.") from error
     if not isinstance(config, dict):
         raise UserError("holds no JSON object", where=str(path), fix="Fetch the file again.")
@@ -140,6 +144,33 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, str) and value:
             found[name] = value
     return found
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], where: str) -> None:
+    """Adds the tokens that only tokenizer_config.json knows, as transformers does; else they would be spelled out.
+
+    First those of `added_tokens_decoder`, {"2": {"content": "</s>", "special": true, ...}, ...}, then the named ones.
+    UserError when the two files give a token different ids.
+    """
+    listed = config.get("added_tokens_decoder")
+    entries = sorted(listed.items()) if isinstance(listed, dict) else []
+    ids = {int(key): entry for key, entry in entries if key.isdecimal() and isinstance(entry, dict)}
+    tokens = []
+    for _, entry in sorted(ids.items()):
+        flags = {name: entry[name] for name in _TOKEN_FLAGS if isinstance(entry.get(name), bool)}
+        if isinstance(entry.get("content"), str):
+            tokens.append(tokenizers.AddedToken(entry["content"], **flags))
+    extra = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+    more = [token for group in extra if isinstance(group, list) for token in group if isinstance(token, str)]
+    tokens += [tokenizers.AddedToken(token, special=True) for token in [*special_tokens(config).values(), *more]]
+    for token in tokens:
+        if all(known.content != token.content for known in backend.get_added_tokens_decoder().values()):
+            backend.add_tokens([token])
+    for token_id, entry in ids.items():
+        actual = backend.token_to_id(entry["content"]) if isinstance(entry.get("content"), str) else token_id
+        if actual != token_id:
+            what = f"token {entry['content']!r} has id {token_id} here and {actual} in tokenizer.json"
+            raise UserError(what, where=where, fix="Fetch both files again: they are not of the same model.")
 
 
 def _piece_function(decoder: dict[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
@@ -179,7 +210,7 @@ def _piece_function(decoder: dict[str, Any] | None) -> tuple[Callable[[str], byt
             if all(char in _BYTE_OF_CHAR for char in token):
                 return bytes(_BYTE_OF_CHAR[char] for char in token)
             return token.encode()
-        if byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if byte_fallback and _BYTE.fullmatch(token):
             return bytes.fromhex(token[3:5])
         for old, new in replace:
             token = token.replace(old, new)
