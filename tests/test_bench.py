@@ -298,28 +298,6 @@ def test_a_plot_is_an_svg_and_nothing_else(bench: Bench, tmp_path: Path) -> None
     assert ".png cannot be drawn" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
-        (("-p", "x"), "'x' is no list of numbers"),
-        (("-b", "0"), "at least 1"),
-        (("-p", "0", "-n", "0"), "nothing is left to measure"),
-        (("--suite", "targets", "-p", "4"), "says itself what is run"),
-        (("--suite", "targets", "--workload", "nano"), "says itself what is run"),
-        (("--suite", "other"), "no suite 'other'"),
-        (("--rate", "3"), "arrivals need requests"),
-        (("--workload", "nano", "--rate", "0"), "--rate"),
-        (("--shape", "1B"), "a model and a shape"),
-        (("--json", "--csv"), "--json and --csv"),
-        (("--compare", "others"), "no peer 'others'"),
-    ],
-)
-def test_wrong_command_lines_are_refused_at_once(bench: Bench, arguments: tuple[str, ...], fault: str) -> None:
-    code, out, err = bench(*arguments)
-    assert (code, out) == (ExitCode.USAGE, "")
-    assert fault in err
-
-
 def test_what_peers_cannot_do_alike_is_refused(bench: Bench) -> None:
     code, _, err = bench("--workload", "nano", "--compare", "transformers")
     assert code == ExitCode.ERROR

@@ -24,19 +24,26 @@ SAME = ("device", "card", "cpu", "model", "dtype", "torch_threads")
 def read_baseline(path: Path) -> dict[str, Any]:
     """The object that `bench --json` wrote. UserError when it is something else."""
     try:
-        content = json.loads(path.read_text())
-        if isinstance(content["environment"], dict) and all(row["samples"] is not None for row in content["results"]):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content["environment"], dict) and all(map(_is_row, content["results"])):
             return dict(content)
         reason = "its rows have no samples"
     except OSError as error:
         reason = error.strerror or str(error)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise UserError(
         f"this is no result of an earlier run: {reason}",
         where=f"--baseline {path}",
         fix="Make one with: tinyvllm bench --json > FILE.json",
     )
+
+
+def _is_row(row: Any) -> bool:
+    """Whether all that `mark_changes` reads is there; KeyError or TypeError when it is not."""
+    key = isinstance(row, dict) and all(isinstance(row.get(name), str | int | float | None) for name in KEY)
+    times = [row["tokens_per_second"] or 1, *row["samples"]]  # a row that failed has neither
+    return key and all(isinstance(time, int | float) and 0 < time < math.inf for time in times)
 
 
 def differences(now: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -156,7 +156,7 @@ def find_workload(name: str) -> Workload:
 def read_workload(path: Path) -> Workload:
     """A job from JSONL: each line {"prompt_tokens": int or "token_ids": [int], "generated_tokens": int}."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
@@ -176,8 +176,8 @@ def _request(line: str, where: str) -> Request:
 
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise wrong(f"no JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"no JSON: {error}") from error
     if not isinstance(value, dict):
         raise wrong("no JSON object")
     unknown = value.keys() - {"prompt_tokens", "generated_tokens", "token_ids"}

@@ -18,6 +18,7 @@ from tinyvllm_cli.bench.shapes import find_shape
 from tinyvllm_cli.bench.traffic import Ceiling
 from tinyvllm_cli.bench.workloads import Case, find_workload, grid, with_rate, workload_case
 from tinyvllm_cli.checkpoint.config import ModelConfig, read_config
+from tinyvllm_cli.commands.interrupt import unwinding
 from tinyvllm_cli.commands.model import DEMO, resolve_model
 from tinyvllm_cli.errors import ExitCode, UserError
 
@@ -151,7 +152,8 @@ def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
     if options.kernels or options.stages:
         _measure_kernels(options, session, result, sink)
     else:
-        _measure_cases(options, session, result, sink)
+        with unwinding():
+            _measure_cases(options, session, result, sink)
     result.environment["clocks_after"] = environment.clocks(device)
     result.environment["seconds"] = time.perf_counter() - began
     session.close()
@@ -161,6 +163,8 @@ def run(options: BenchOptions, sink: BenchSink) -> BenchResult:
             sink.peer(row)
     if baseline:
         mark_changes(result.results, baseline)
+        if not any(row.baseline for row in result.results):
+            sink.warn("the baseline has none of these rows, so there is nothing to compare")
     sink.loading("")
     return result
 
@@ -223,6 +227,14 @@ def _cases(options: BenchOptions, device: str) -> list[Case]:
             f"{chosen[0]} says itself what is run", where=given or chosen[1], fix="Use one of them.",
             exit_code=ExitCode.USAGE,
         )  # fmt: skip
+    if options.only and not options.suite:
+        raise UserError("names rows of a suite", where="--only", fix="Add --suite targets.", exit_code=ExitCode.USAGE)
+    ops = "--kernels" if options.kernels else "--stages" if options.stages else ""
+    beside = {"--workload": options.workload, "--compare": options.compare, "--baseline": options.baseline}
+    if ops and any(beside.values()):
+        other = next(option for option, value in beside.items() if value)
+        raise UserError(f"{ops} and {other} are given", fix=f"Use one of them: {ops} runs no tests.",
+                        exit_code=ExitCode.USAGE)  # fmt: skip
     if options.rate is not None and not options.workload:
         raise UserError("arrivals need requests", where="--rate", fix="Add --workload nano or another.",
                         exit_code=ExitCode.USAGE)  # fmt: skip

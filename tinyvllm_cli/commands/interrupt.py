@@ -6,33 +6,51 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from tinyvllm_cli.errors import ExitCode
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], Any]
+
 
 @contextmanager
 def leaving_at_once(say: Callable[[], None]) -> Iterator[None]:
-    """While entered, Ctrl-C calls `say` and ends the process with exit code 130, without a KeyboardInterrupt.
+    """While entered, Ctrl-C and SIGTERM call `say` and end the process with exit code 130, without a KeyboardInterrupt.
 
     For the time in which there is nothing to keep: libraries that are being imported turn the exception into others.
     """
 
-    def leave(signum: int, frame: FrameType | None) -> None:
+    def leave(signum: int = 0, frame: FrameType | None = None) -> None:
         with suppress(RuntimeError, OSError):  # the signal may have come while stderr was being written
             say()
         os._exit(ExitCode.INTERRUPTED)
 
+    with _handling(leave):
+        try:
+            yield
+        except KeyboardInterrupt:  # of `unwinding`
+            leave()
+
+
+def unwinding() -> AbstractContextManager[None]:
+    """While entered, inside `leaving_at_once`, temporary folders are removed before the process ends."""
+    return _handling(signal.default_int_handler)
+
+
+@contextmanager
+def _handling(handler: Handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGINT, leave)
+    previous = {signum: signal.signal(signum, handler) for signum in SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, before in previous.items():
+            signal.signal(signum, before)
 
 
 class Interrupts:
@@ -51,7 +69,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in SIGNALS:
                 self._previous[signum] = signal.signal(signum, self._handle)
         return self
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tinyvllm_cli.checkpoint.faults import Fault, quote
+from tinyvllm_cli.commands.interrupt import unwinding
 from tinyvllm_cli.commands.model import is_hub_id
 from tinyvllm_cli.commands.settings import hub_access
 from tinyvllm_cli.errors import ExitCode, UserError
@@ -53,6 +54,7 @@ def locate(path: Path, revision: str | None, data: bool, stack: ExitStack, say: 
 
     from tinyvllm_cli.checkpoint.hub import fetch_shadow
 
+    stack.enter_context(unwinding())
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="tinyvllm-")))
     warnings = fetch_shadow(name, revision or "main", hub_access(), folder, say)
     say("")
