@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from files import write_tensors
+from models import write_rand
 
 from tinyvllm_cli.commands.model import resolve_model
 from tinyvllm_cli.errors import UserError
@@ -184,6 +185,30 @@ def test_model_that_is_a_file(tmp_path: Path) -> None:
 def test_arguments_that_are_not_utf8() -> None:
     with pytest.raises(UserError, match="prompt 2 is not UTF-8"):
         from_arguments(["a", "\udcff"])
+
+
+def test_arguments_in_utf8_under_another_locale(tmp_path: Path) -> None:
+    """Python knows them as bytes only, in a container without a locale and with its UTF-8 mode off."""
+    variables = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
+    code = "import sys; from tinyvllm_cli.jobs import prompts as p; print([ascii(x.text) for x in p.from_arguments(sys.argv[1:])])"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "é世"], capture_output=True, text=True, env={**os.environ, **variables}, check=True
+    )
+    assert result.stdout == str([ascii("é世")]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("generate --model MODEL -n 2 A 2>/dev/full", 0), ("inspect MODEL | head -1; exit ${PIPESTATUS[0]}", 141)],
+)
+def test_notes_that_nobody_reads_end_no_job_and_closed_pipes_end_quietly(
+    tmp_path: Path, command: str, code: int
+) -> None:
+    model = write_rand(tmp_path / "m")
+    line = f"{sys.executable} -m tinyvllm_cli " + command.replace("MODEL", str(model))
+    result = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (code, b"")
+    assert result.stdout.endswith(b"\n")
 
 
 def test_output_that_is_redirected_into_the_input_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -58,11 +59,16 @@ class PromptSource:
 
 def from_arguments(texts: Sequence[str]) -> PromptSource:
     """Prompts given on the command line. UserError when one is empty (as a rule an unset variable) or no UTF-8."""
+    texts = list(texts)
     for place, text in enumerate(texts, 1):
         if not text:
             raise UserError(f"prompt {place} is empty", fix="Write a text, or leave it out.", exit_code=ExitCode.USAGE)
-        if any(0xD800 <= ord(char) < 0xE000 for char in text):
-            raise UserError(f"prompt {place} is not UTF-8", fix="Convert it to UTF-8.", exit_code=ExitCode.USAGE)
+        try:
+            if any(0xDC80 <= ord(char) <= 0xDCFF for char in text):  # bytes that the locale does not know
+                texts[place - 1] = os.fsencode(text).decode("utf-8")
+        except UnicodeError as error:
+            what = f"prompt {place} is not UTF-8"
+            raise UserError(what, fix="Convert it to UTF-8.", exit_code=ExitCode.USAGE) from error
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     prompts = (Prompt(index, text=text) for index, text in enumerate(texts))
     return PromptSource("arguments", prompts, len(texts), digest)

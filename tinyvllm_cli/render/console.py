@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tinyvllm_cli.errors import UserError
@@ -106,9 +107,13 @@ class Console:
         """
         from rich.console import Console as RichConsole
 
+        class Rich(RichConsole):
+            def on_broken_pipe(self) -> None:
+                raise  # the BrokenPipeError that is being handled, in place of rich's exit code
+
         self._hide_status()
         width = None if self.out_is_terminal else 1000
-        return RichConsole(file=self._out, width=width, markup=False, emoji=False, highlight=False)
+        return Rich(file=self._out, width=width, markup=False, emoji=False, highlight=False)
 
     # Everything else
 
@@ -137,20 +142,22 @@ class Console:
         self._hide_status()
         self._status = one_line(text, width - 1)
         if self._status:
-            self._err.write(f"{_DIM}{self._status}{_RESET}" if self._color else self._status)
-            self._err.flush()
+            self._to_err(f"{_DIM}{self._status}{_RESET}" if self._color else self._status)
 
     def _hide_status(self) -> None:
         if self._status:
-            self._err.write(_CLEAR_LINE)
-            self._err.flush()
+            self._to_err(_CLEAR_LINE)
             self._status = ""
 
     def _say(self, text: str, style: str) -> None:
         self._hide_status()
         colored = self.err_is_terminal and self._color
-        self._err.write(f"{style}{text}{_RESET}\n" if colored else text + "\n")
-        self._err.flush()
+        self._to_err(f"{style}{text}{_RESET}\n" if colored else text + "\n")
+
+    def _to_err(self, text: str) -> None:
+        with suppress(OSError):  # a log whose disk is full or whose reader has gone ends no job
+            self._err.write(text)
+            self._err.flush()
 
 
 def _nowhere() -> TextIO:
