@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,6 +245,31 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="has become shorter"):
         load_weights(config, weight_map, dtype=torch.float32, device=torch.device("cpu"))
+
+
+class _Trickle(io.FileIO):
+    """A file that gives 1,000 bytes at a time, as a network may."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:1000]) or 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(min(size or 0, 1000))
+
+
+def test_files_that_come_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers are whole, and equal matrices equal, though their bytes lie at other places."""
+    folder = write_rand(tmp_path / "m", tied_variant="tied_copy", layers=8)
+
+    def trickle(path: Path, mode: str, buffering: int = -1) -> Any:
+        raw = _Trickle(path, "r")
+        return raw if buffering == 0 else io.BufferedReader(raw, 4096)
+
+    for module in ("header", "names"):
+        monkeypatch.setattr(f"tinyvllm_cli.checkpoint.{module}.open", trickle, raising=False)
+    weight_map = map_weights(read_config(folder), open_checkpoint(folder))
+    assert weight_map.tied
+    assert weight_map.warnings == ()
 
 
 def test_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,11 @@ def test_arguments_that_are_not_utf8() -> None:
 def test_arguments_in_utf8_under_another_locale(tmp_path: Path) -> None:
     """Python knows them as bytes only, in a container without a locale and with its UTF-8 mode off."""
     variables = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
-    code = "import sys; from tinyvllm_cli.jobs import prompts as p; print([ascii(x.text) for x in p.from_arguments(sys.argv[1:])])"
+    code = """
+import sys
+from tinyvllm_cli.jobs.prompts import from_arguments
+print([ascii(prompt.text) for prompt in from_arguments(sys.argv[1:])])
+"""
     result = subprocess.run(
         [sys.executable, "-c", code, "é世"], capture_output=True, text=True, env={**os.environ, **variables}, check=True
     )

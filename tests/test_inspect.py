@@ -152,6 +152,14 @@ def test_a_lone_file_and_a_shard(tmp_path: Path) -> None:
     assert look(write_rand(tmp_path / "n") / "model.safetensors")[0].plan is not None
 
 
+def test_nothing_to_show_is_said(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "x.safetensors", {})
+    assert "there are no tensors in it" in look(path)[2]
+    folder = write_rand(tmp_path / "m")
+    assert "no tensor is called *.bias" in look(folder, tensors="*.bias")[2]
+    assert look(folder, tensors="*.weight")[2] == ""
+
+
 def test_a_hundred_gigabytes(tmp_path: Path) -> None:
     """A sharded 70B checkpoint, as sparse files: layers are folded, and only headers are read."""
     config = llama_config(

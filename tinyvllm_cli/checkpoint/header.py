@@ -94,7 +94,7 @@ def scan_header(path: Path) -> tuple[Header | None, list[Fault]]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
             return None, [Fault(where, "is not a file", "Give a .safetensors file.")]
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             return scan_stream(path, file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         return None, [Fault(where, f"cannot be read: {error.strerror or error}", "Check the path and its permissions.")]

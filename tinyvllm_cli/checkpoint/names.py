@@ -170,7 +170,7 @@ def _same_bytes(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo, probe: boo
     size = a.nbytes
     begins = [0, max(size - PROBE_BYTES, 0)] if probe else range(0, size, _CHUNK)
     step = PROBE_BYTES if probe else _CHUNK
-    with open(a.file, "rb", buffering=0) as file_a, open(b.file, "rb", buffering=0) as file_b:
+    with open(a.file, "rb") as file_a, open(b.file, "rb") as file_b:
         start_a, start_b = checkpoint.data_start(a.file) + a.begin, checkpoint.data_start(b.file) + b.begin
         for begin in begins:
             file_a.seek(start_a + begin)

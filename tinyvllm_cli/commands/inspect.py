@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyvllm_cli.checkpoint.config import ModelConfig, cuda_faults, scan_config
-from tinyvllm_cli.checkpoint.faults import Fault, as_error
+from tinyvllm_cli.checkpoint.faults import Fault, as_error, quote
 from tinyvllm_cli.checkpoint.header import TensorInfo
 from tinyvllm_cli.checkpoint.index import Checkpoint, find_weights, scan_checkpoint
 from tinyvllm_cli.checkpoint.json_file import read_json
@@ -149,8 +149,12 @@ def run(options: InspectOptions, say: Say = lambda text: None) -> InspectResult:
         if place.is_shadow:
             place.relabel(result.faults)
             place.relabel(result.unsupported)
-        if options.tensors is not None or options.sort is not None:
+        if not result.checkpoint.tensors and not result.faults:
+            result.warnings.append("there are no tensors in it")
+        elif options.tensors is not None or options.sort is not None:
             result.listed = select(result.checkpoint.tensors.values(), options.tensors or "*", options.sort or "file")
+            if not result.listed:
+                result.warnings.append(f"no tensor is called {quote(options.tensors)}")
     return result
 
 

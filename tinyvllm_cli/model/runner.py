@@ -255,6 +255,8 @@ class ModelRunner:
         sampled = self.sampled[:samples]
         if samples:
             logits = self.model.logits(batch, self.hook)
+            if not self.cuda:  # there it would have to be waited for
+                _require_numbers(logits)
             self._sample(sampled, logits, sample_rows, sample_positions, self.params.any_penalties(plan.rows))
             if plan.wants_logprobs:
                 self._logprobs(sampled, logits, sample_rows)
@@ -330,6 +332,15 @@ class ModelRunner:
             logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
         if not greedy:
             self._sample(sampled, logits, rows, context_lens, penalties)
+
+
+def _require_numbers(logits: Tensor) -> None:
+    """UserError for NaN, of which tokens would be chosen as if it meant something."""
+    if bool(logits.isnan().any()):
+        raise UserError(
+            "the model computes no numbers (NaN) as logits",
+            fix="See whether its weights are whole: tinyvllm inspect DIR --check-data. If so, use --dtype float32.",
+        )
 
 
 def _view(arena: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
