@@ -48,6 +48,15 @@ def test_wrong_command_lines_are_refused_at_once(arguments: tuple[str, ...], fau
     assert fault in done.err
 
 
+@pytest.mark.parametrize("plot", ["/proc/roof.svg", "FOLDER.svg", "no/where.svg", "a" * 300 + ".svg"])
+def test_a_plot_that_cannot_be_written_is_refused_at_once(tmp_path: Path, plot: str) -> None:
+    folder = tmp_path / "FOLDER.svg"
+    folder.mkdir()
+    done = tinyvllm("bench", "--device", "cpu", "--model", "demo", "--plot", plot.replace("FOLDER.svg", str(folder)))
+    assert (done.code, done.out) == (ExitCode.ERROR, "")
+    assert done.err.startswith("error: ")
+
+
 @pytest.mark.parametrize(
     "content",
     [

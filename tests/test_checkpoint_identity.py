@@ -26,6 +26,7 @@ def test_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(known) == 16
     moved = copy(first, tmp_path / "b")
     (moved / "README.md").write_text("not part of it")
+    (moved / "answers.json").write_text("neither is what is written here")
     assert model_identity(moved) == known
     assert model_identity(write_rand(tmp_path / "c", seed=1)) != known
     assert model_identity(write_rand(tmp_path / "d", dtype="bfloat16")) != known

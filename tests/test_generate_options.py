@@ -138,6 +138,8 @@ def test_version() -> None:
         (["generate", "--prompts", "nowhere.txt"], 1, "nowhere.txt: cannot be read"),
         (["generate", "--prompts", "-"], 1, "standard input: holds no prompt"),
         (["generate", "a", "--output", "-"], 2, "--output - is no file"),
+        (["generate", "a", "-"], 2, "- reads all prompts from standard input"),
+        (["generate", "--prompts", "/dev/zero"], 1, "/dev/zero: is a binary file"),
         (["generate", "a", "--output", "a" * 300], 1, "File name too long"),
         (["generate", "a", "--model", "a" * 300], 1, "File name too long"),
         (["generate", "a", "--model", "~nobody/m"], 1, "there is no ~nobody/m"),

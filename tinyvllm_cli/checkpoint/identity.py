@@ -5,12 +5,20 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from tinyvllm_cli.checkpoint.index import INDEX_SUFFIX
+
+NAMES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
 PIECE = 64 * 1024
 PIECES = 16
 
 
 def model_identity(folder: Path) -> str:
-    """16 hexadecimal digits of the names and contents of a folder's JSON files, template and weights.
+    """16 hexadecimal digits of the names and contents of a model's JSON files (NAMES), template and weights.
+
+    Other files may come and go: answers, for one, when the model is the current folder.
 
     Small files count whole; of a file of weights, its size and 16 pieces of 64 KiB spread evenly over it: training or
     another conversion changes them all, and a checkpoint of 100 GB is read in milliseconds.
@@ -19,7 +27,7 @@ def model_identity(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         if not path.is_file():  # a folder, a pipe, a link that leads nowhere: no part of a model
             continue
-        if path.suffix in (".json", ".jinja"):
+        if path.name in NAMES or path.name.endswith(INDEX_SUFFIX):
             _add(digest, path.name, path.read_bytes())
         elif path.suffix == ".safetensors":
             _add(digest, path.name, _samples(path))

@@ -227,6 +227,8 @@ def _check(options: GenerateOptions) -> None:
         raise _usage("--resume and --overwrite are for --output", "Name the file with --output FILE.")
     if options.resume and _input_name(options) == "-":
         raise _usage("standard input is read only once: it cannot be resumed", "Put it into a file.")
+    if "-" in options.prompts and len(options.prompts) > 1:
+        raise _usage("- reads all prompts from standard input", "Leave the others out, or write ' -' for a minus sign.")
     if options.output == Path("-"):
         raise _usage("--output - is no file", "Without --output, --json writes the records to standard output.")
     if options.whole_file and options.prompts and options.prompts != ("-",):

@@ -130,7 +130,7 @@ class OutputFile:
     def _compare(self, job: Job) -> None:
         try:
             before = json.loads(self.job_path.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 f"cannot be resumed: {self.job_path.name}, which says what job it is of, is missing or broken",
                 where=str(self.path),

@@ -102,7 +102,7 @@ def from_file(name: str, form: Format = "auto", *, whole: bool = False) -> Promp
         shown = name
         try:
             stream = Path(name).open("rb")  # noqa: SIM115 (read to the end by the source)
-            if stream.seekable():
+            if Path(name).is_file():  # a device may have no end
                 total, digest = _count_prompts(name), _digest(name)
         except OSError as error:
             raise UserError(

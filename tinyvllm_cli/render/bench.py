@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -87,6 +88,8 @@ def check_plot(path: Path) -> None:
         )
     if not path.resolve().parent.is_dir():
         raise UserError("its folder does not exist", where=f"--plot {path}", fix="Make the folder first.")
+    if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+        raise UserError("it cannot be written", where=f"--plot {path}", fix="Choose another place.")
 
 
 def write_plot(result: BenchResult, path: Path) -> None:
