@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from program import tinyvllm
 
 from tinyvllm_cli.bench.baseline import read_baseline
@@ -37,6 +38,7 @@ GOOD = ROW | {"samples": [1.0], "tokens_per_second": 8.0}
         (("--json", "--csv"), "--json and --csv"),
         (("--compare", "others"), "no peer 'others'"),
         (("--only", "decode"), "Add --suite targets"),
+        (("--repetitions", "0"), "--repetitions"),
         (("--kernels", "--workload", "nano"), "--kernels and --workload are given"),
         (("--stages", "--compare", "transformers"), "--stages and --compare are given"),
         (("--kernels", "--baseline", "x.json"), "--kernels and --baseline are given"),
@@ -48,7 +50,14 @@ def test_wrong_command_lines_are_refused_at_once(arguments: tuple[str, ...], fau
     assert fault in done.err
 
 
-@pytest.mark.parametrize("plot", ["/proc/roof.svg", "FOLDER.svg", "no/where.svg", "a" * 300 + ".svg"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    done = tinyvllm("bench", "--device", "cuda")
+    assert (done.code, done.out) == (ExitCode.ERROR, "")
+    assert "--device cuda: no CUDA device can be used" in done.err
+
+
+@pytest.mark.parametrize("plot", ["FOLDER.svg", "no/where.svg", "a" * 300 + ".svg"])
 def test_a_plot_that_cannot_be_written_is_refused_at_once(tmp_path: Path, plot: str) -> None:
     folder = tmp_path / "FOLDER.svg"
     folder.mkdir()

@@ -195,7 +195,8 @@ class LLM:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if use_cuda:
             try:
-                _check_cuda(config, dtype)
+                require_cuda()
+                raise_any(cuda_faults(config, dtype))
                 from cuda_ext.build import load_extension
 
                 load_extension(say)
@@ -281,12 +282,11 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error)
 
 
-def _check_cuda(config: ModelConfig, dtype: str) -> None:
-    """Refuses by name what the CUDA kernels cannot do."""
+def require_cuda() -> None:
+    """UserError unless torch sees a GPU."""
     if not torch.cuda.is_available():
         raise UserError(
             "no CUDA device can be used: torch sees none",
             where="--device cuda",
             fix="Install a CUDA build of torch and a driver for it, or use --device cpu.",
         )
-    raise_any(cuda_faults(config, dtype))

@@ -35,16 +35,17 @@ def choose_device(wanted: str, say: Say, warn: Say) -> str:
 
     if wanted == "auto" and not torch.cuda.is_available():
         return "cpu"
-    if torch.cuda.is_available():
-        from cuda_ext.build import load_extension
+    from cuda_ext.build import load_extension
+    from tinyvllm_cli.llm import require_cuda
 
-        try:
-            load_extension(say)
-        except UserError as error:
-            if wanted == "cuda":
-                raise
-            warn(f"measuring on the CPU, because CUDA cannot be used: {error}")
-            return "cpu"
+    try:
+        require_cuda()
+        load_extension(say)
+    except UserError as error:
+        if wanted == "cuda":
+            raise
+        warn(f"measuring on the CPU, because CUDA cannot be used: {error}")
+        return "cpu"
     return "cuda"
 
 

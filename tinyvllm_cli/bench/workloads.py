@@ -148,7 +148,7 @@ def workload_case(workload: Workload, max_num_seqs: int) -> Case:
 
 def find_workload(name: str) -> Workload:
     """ "nano", "prefix", "64+8192" (see `interference`), or a JSONL file (see `read_workload`)."""
-    if numbers := re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", name):
+    if numbers := re.fullmatch(r"([1-9]\d{0,5})\+([1-9]\d{0,8})", name):
         return interference(int(numbers[1]), int(numbers[2]))
     return nano() if name == "nano" else prefix() if name == "prefix" else read_workload(Path(name))
 
