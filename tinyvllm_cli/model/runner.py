@@ -24,7 +24,7 @@ from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decod
 from tinyvllm_cli.model.graphs import CudaCapture, StepGraphs, decode_bucket, padded_size, step_size
 from tinyvllm_cli.model.llama import Batch, Llama, StageHook
 from tinyvllm_cli.model.rope import rope_table
-from tinyvllm_cli.model.sampling import SamplingState
+from tinyvllm_cli.model.sampling import SamplingState, require_numbers
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
@@ -256,7 +256,7 @@ class ModelRunner:
         if samples:
             logits = self.model.logits(batch, self.hook)
             if not self.cuda:  # there it would have to be waited for
-                _require_numbers(logits)
+                require_numbers(logits)
             self._sample(sampled, logits, sample_rows, sample_positions, self.params.any_penalties(plan.rows))
             if plan.wants_logprobs:
                 self._logprobs(sampled, logits, sample_rows)
@@ -332,15 +332,6 @@ class ModelRunner:
             logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
         if not greedy:
             self._sample(sampled, logits, rows, context_lens, penalties)
-
-
-def _require_numbers(logits: Tensor) -> None:
-    """UserError for NaN, of which tokens would be chosen as if it meant something."""
-    if bool(logits.isnan().any()):
-        raise UserError(
-            "the model computes no numbers (NaN) as logits",
-            fix="See whether its weights are whole: tinyvllm inspect DIR --check-data. If so, use --dtype float32.",
-        )
 
 
 def _view(arena: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
