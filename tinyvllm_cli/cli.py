@@ -340,8 +340,8 @@ def _run(command: Callable[[Console], int], json: bool, quiet: bool) -> NoReturn
         code = 128 + signal.SIGPIPE  # the reader, such as `head`, has what it wanted: end as quietly as a signal would
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
-        console.error(told := as_user_error(error))
-        code = told.exit_code
+        console.error(as_user_error(error))
+        code = as_user_error(error).exit_code
     raise typer.Exit(code)
 
 
