@@ -88,7 +88,7 @@ class SamplingParams:
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2 (0 is off)")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"from 0 to {MAX_SEED}")
         _require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids", self.stop_token_ids, "0 or more each")
-        _require(all(self.stop), "stop", list(self.stop), "texts that are not empty")
+        _require(all(map(_is_text, self.stop)), "stop", list(self.stop), "texts of at least one whole character")
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",
@@ -104,6 +104,10 @@ class SamplingParams:
     def of_sample(self, index: int) -> SamplingParams:
         """The parameters of answer `index` of `n`: those of a prompt of its own with another seed."""
         return replace(self, n=1, seed=(self.seed + index) % (MAX_SEED + 1))
+
+
+def _is_text(text: str) -> bool:
+    return bool(text) and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -128,9 +128,10 @@ def _own_form(value: dict[str, Any], index: int, line: int, prompt_id: str | int
 def _batch_request(value: dict[str, Any], index: int, line: int, prompt_id: str | int | None) -> Prompt:
     if prompt_id is None:
         raise ValueError("custom_id is missing")
-    api = _URLS.get(value.get("url", "/v1/chat/completions"))
+    url = value.get("url", "/v1/chat/completions")
+    api = _URLS.get(url) if isinstance(url, str) else None
     if api is None:
-        raise ValueError(f"url must be one of {', '.join(_URLS)}, not {json.dumps(value.get('url'))}")
+        raise ValueError(f"url must be one of {', '.join(_URLS)}, not {json.dumps(url)}")
     if value.get("method", "POST") != "POST":
         raise ValueError(f"method must be POST, not {json.dumps(value.get('method'))}")
     body = value.get("body")
@@ -157,9 +158,9 @@ def _batch_request(value: dict[str, Any], index: int, line: int, prompt_id: str 
             body["logprobs"] = count
     else:
         prompt = body.pop("prompt", None)
-        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, _ids("prompt", prompt))
         if prompt is None:
             raise ValueError("body needs a prompt")
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, _ids("prompt, if no text,", prompt))
     parameters, unknown = _parameters(body)
     return Prompt(index, line, text, messages, token_ids, prompt_id, parameters, unknown, api)
 
@@ -170,7 +171,7 @@ def _parameters(value: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
     for key, item in value.items():
         if key in PARAMETERS and item is not None:
             parameters[key] = _checked_parameter(key, item)
-        elif key in _UNSUPPORTED and item not in (None, {}, [], "none"):
+        elif key in _UNSUPPORTED and item not in (None, {}, [], "", "none"):
             raise ValueError(f"{key} is not supported")
         elif key not in PARAMETERS and key not in _UNSUPPORTED:
             unknown.append(key)
