@@ -216,6 +216,12 @@ def test_two_ids_for_a_token_are_refused(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+def test_a_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, eos="\ud800")
+    with pytest.raises(UserError, match="a token is no text"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
     edit_json(tmp_path / "tokenizer_config.json", eos_token="<eos>")
     os.mkfifo(tmp_path / "tokenizer.json")

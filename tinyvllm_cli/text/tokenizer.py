@@ -33,7 +33,12 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()  # a tokenizer.json may carry the settings of its training, and would cut prompts
         backend.no_padding()
-        _add_tokens(backend, config, str(folder / "tokenizer_config.json"))
+        where = str(folder / "tokenizer_config.json")
+        try:
+            _add_tokens(backend, config, where)
+        except UnicodeEncodeError as error:
+            what = f"a token is no text: {error.object!r}"
+            raise UserError(what, where=where, fix="Fetch the file again.") from error
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = special_tokens(config)
         added = backend.get_added_tokens_decoder()
