@@ -158,21 +158,23 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], where: st
     UserError when the two files give a token different ids.
     """
     listed = config.get("added_tokens_decoder")
-    entries = sorted(listed.items()) if isinstance(listed, dict) else []
+    entries = listed.items() if isinstance(listed, dict) else ()
     ids = {int(key): entry for key, entry in entries if key.isdecimal() and isinstance(entry, dict)}
+    ids = {token_id: entry for token_id, entry in sorted(ids.items()) if isinstance(entry.get("content"), str)}
     tokens = []
-    for _, entry in sorted(ids.items()):
+    for entry in ids.values():
         flags = {name: entry[name] for name in _TOKEN_FLAGS if isinstance(entry.get(name), bool)}
-        if isinstance(entry.get("content"), str):
-            tokens.append(tokenizers.AddedToken(entry["content"], **flags))
+        tokens.append(tokenizers.AddedToken(entry["content"], **flags))
     extra = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
     more = [token for group in extra if isinstance(group, list) for token in group if isinstance(token, str)]
     tokens += [tokenizers.AddedToken(token, special=True) for token in [*special_tokens(config).values(), *more]]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in tokens:
-        if all(known.content != token.content for known in backend.get_added_tokens_decoder().values()):
+        if token.content not in known:
+            known.add(token.content)
             backend.add_tokens([token])
     for token_id, entry in ids.items():
-        actual = backend.token_to_id(entry["content"]) if isinstance(entry.get("content"), str) else token_id
+        actual = backend.token_to_id(entry["content"])
         if actual != token_id:
             what = f"token {entry['content']!r} has id {token_id} here and {actual} in tokenizer.json"
             raise UserError(what, where=where, fix="Fetch both files again: they are not of the same model.")
