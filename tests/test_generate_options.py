@@ -121,7 +121,7 @@ def test_version() -> None:
         (["generate", "a", "--frequency-penalty", "-3"], 2, "from -2 to 2"),
         (["generate", "a", "--logprobs", "21"], 2, "from 0 to 20"),
         (["generate", "a", "--stop", ""], 2, "stop"),
-        (["generate", "a", "--stop", "\udcff"], 2, "at least one whole character"),
+        (["generate", "a", "--stop", "\udcff"], 2, "of whole characters"),
         (["generate", "a", "--stop-token-id", "-1"], 2, "stop_token_ids"),
         (["generate", "a", "--resume"], 2, "--output FILE"),
         (["generate", "a", "--resume", "--overwrite", "-o", "x"], 2, "exclude"),

@@ -88,7 +88,9 @@ class SamplingParams:
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2 (0 is off)")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"from 0 to {MAX_SEED}")
         _require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids", self.stop_token_ids, "0 or more each")
-        _require(all(map(_is_text, self.stop)), "stop", list(self.stop), "texts of at least one whole character")
+        _require(
+            all(map(_is_text, self.stop)), "stop", list(self.stop), "texts that are not empty, of whole characters"
+        )
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",
