@@ -181,7 +181,7 @@ __device__ __forceinline__ void run_gated_linear(const CUtensorMap& out_map, con
     }
     publish_barriers();
   }
-  cluster_arrive_relaxed();
+  cluster_arrive();
   cluster_wait();
   allow_next_kernel();
 

@@ -59,6 +59,26 @@ __device__ __forceinline__ void copy_tile_to(uint16_t ranks, uint32_t shared, co
       : "memory");
 }
 
+// A tile from a map by describe_weights. If paired, `group` counts the pairs of 8 rows and row is 0, else group is 0.
+__device__ __forceinline__ void copy_weight_tile(uint32_t shared, const CUtensorMap& map, int row, int group,
+                                                 int column, uint32_t barrier, uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(0), "r"(group), "r"(barrier), "l"(cache_policy)
+      : "memory");
+}
+
+// The same for several CTAs, as by copy_tile_to.
+__device__ __forceinline__ void copy_weight_tile_to(uint16_t ranks, uint32_t shared, const CUtensorMap& map, int row,
+                                                    int group, int column, uint32_t barrier, uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(0), "r"(group), "r"(barrier), "h"(ranks), "l"(cache_policy)
+      : "memory");
+}
+
 // From shared memory to the matrix, but for what lies outside of it. The thread that starts stores also waits for them.
 __device__ __forceinline__ void store_tile(const CUtensorMap& map, int row, int column, uint32_t shared) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
@@ -80,6 +100,14 @@ __device__ __forceinline__ void publish_to_async() { asm volatile("fence.proxy.a
 __device__ __forceinline__ void store_matrices(uint32_t shared_row, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_row), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// Two 8x8 matrices of 16-bit elements, transposed: lane l gives elements (l / 4, 2 * (l % 4)) and the next one of each,
+// and they become column l / 4 of the rows whose addresses lanes 0 to 7 and 8 to 15 give.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t shared_row, uint32_t first, uint32_t second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_row), "r"(first),
+               "r"(second)
                : "memory");
 }
 
@@ -109,14 +137,12 @@ struct Turn {
 };
 
 // ---- Clusters. Every thread of every CTA of the cluster arrives, and later waits, the same number of times ----
+//
+// No arrival here is a release: one that reaches beyond the CTA is a MEMBAR, which waits for all bulk copies in flight. At
+// each slot of a ring it took half of the bandwidth. So what a CTA shows others goes by store16_async or by tile copies,
+// whose barriers tell of it; publish_barriers() is for those barriers.
 
-// Publishes what the thread wrote to its shared memory.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-// Without waiting for its writes.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
@@ -129,23 +155,17 @@ __device__ __forceinline__ uint32_t address_in(uint32_t shared, int rank) {
   return remote;
 }
 
-// At a barrier of any CTA of the cluster (address_in), which must not have ended. Orders nothing: a release in the cluster
-// would wait for all bulk copies in flight.
+// At a barrier of any CTA of the cluster (address_in), which must not have ended.
 __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Four floats at this address in the CTA of this rank.
-__device__ __forceinline__ float4 load_from(uint32_t shared, int rank) {
-  float4 v;
+// Stores 16 bytes in another CTA, and reports them to a barrier there.
+__device__ __forceinline__ void store16_async(uint32_t address, float4 v, uint32_t barrier) {
   asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(shared), "r"(rank)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
-  return v;
 }
 
 // Barrier 1 to 15 of the CTA, for some of its threads.
@@ -246,8 +266,11 @@ __device__ __forceinline__ void settle(float (&d)[count]) {
 
 // ---- Host ----
 
-// Describes a row-major matrix of 16-bit elements for copies of tiles of box_rows (at most 256) x 64 elements.
-inline cudaError_t describe_matrix(CUtensorMap* map, const void* matrix, int rows, int columns, int box_rows) {
+// Describes a tensor of 16-bit elements, its innermost dimension first, for copies of boxes 64 elements wide; strides are
+// in bytes, of all dimensions but the innermost.
+template <int kDims>
+cudaError_t describe_tensor(CUtensorMap* map, const void* tensor, const cuuint64_t (&sizes)[kDims],
+                            const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -255,15 +278,35 @@ inline cudaError_t describe_matrix(CUtensorMap* map, const void* matrix, int row
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found);
   if (error != cudaSuccess) return error;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {kTileColumns, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
+  cuuint32_t steps[kDims];
+  for (cuuint32_t& step : steps) step = 1;
   const CUresult result = reinterpret_cast<Encode>(encode)(
-      map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(matrix), size, row_bytes, box, steps,
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kDims, const_cast<void*>(tensor), sizes, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A row-major matrix, for copies of tiles of box_rows (at most 256) x 64 elements.
+inline cudaError_t describe_matrix(CUtensorMap* map, const void* matrix, int rows, int columns, int box_rows) {
+  const cuuint64_t width = static_cast<cuuint64_t>(columns);
+  return describe_tensor<2>(map, matrix, {width, static_cast<cuuint64_t>(rows)}, {2 * width},
+                            {kTileColumns, static_cast<cuuint32_t>(box_rows)});
+}
+
+// Weights [rows, columns] for copy_weight_tile. If paired, rows is a multiple of 16, and a tile takes turns: 8 rows of the
+// first half (a group), the 8 rows of the second half that go with them, the next group, ...
+inline cudaError_t describe_weights(CUtensorMap* map, const void* matrix, int rows, int columns, bool paired,
+                                    int box_rows) {
+  const cuuint64_t width = static_cast<cuuint64_t>(columns);
+  const cuuint64_t count = static_cast<cuuint64_t>(rows);
+  const cuuint32_t box = static_cast<cuuint32_t>(box_rows);
+  if (!paired) {
+    return describe_tensor<4>(map, matrix, {width, count, 1, 1}, {2 * width, 2 * width, 2 * width},
+                              {kTileColumns, box, 1, 1});
+  }
+  return describe_tensor<4>(map, matrix, {width, 8, 2, count / 16}, {2 * width, count * width, 16 * width},
+                            {kTileColumns, 8, 2, box / 16});
 }
 
 }  // namespace tinyvllm

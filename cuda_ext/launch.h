@@ -47,18 +47,18 @@ cudaError_t silu_mul(void* out, const void* gate_up, int num_tokens, int interme
 cudaError_t matvec(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
                    Dtype dtype, Dtype out_dtype, cudaStream_t stream);
 
-// The same for 1 <= m <= 256, on compute capability 9.0 only (others: cudaErrorNotSupported); for more than 8 rows.
+// The same for 1 <= m <= 128, on compute capability 9.0 only (others: cudaErrorNotSupported); for more than 8 rows.
 cudaError_t linear_hopper(void* out, const void* x, const void* weight, int num_rows, int out_features,
                           int in_features, Dtype dtype, Dtype out_dtype, cudaStream_t stream);
 
-// silu_mul of linear_hopper without rounding between: weight [2 * out_features, in_features], gate rows, then up rows.
+// silu_mul of linear_hopper without rounding between: weight [2 * out_features, in_features], gate rows, then up rows;
+// out_features is a multiple of 8.
 cudaError_t gated_linear_hopper(void* out, const void* x, const void* weight, int num_rows, int out_features,
                                 int in_features, Dtype dtype, cudaStream_t stream);
 
 // The same for any number of rows from 1 on, better for many; out_features a multiple of 8.
 cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
                               int in_features, Dtype dtype, cudaStream_t stream);
-
 // Start of a captured decode step, for each i < num_seqs with row = rows[i]: token_ids[i] = last_tokens[row];
 // p = next_positions[i]++; positions[i] = p; slots[i] = slot of p through block_table[row]; context_lens[i] = p + 1.
 // Padding (row -1): token 0, position 0, slot -1, context length 0, next_positions untouched.

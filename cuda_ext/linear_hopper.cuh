@@ -1,43 +1,63 @@
-// The parts of linear_hopper around its main loop: how CTAs share the work, the ring of tiles, the way out of the sums.
+// What linear_hopper and argmax_linear_hopper share: how CTAs share the work, the ring of tiles and the warps that fill
+// it, and the products.
 #pragma once
+
+#include <limits>
 
 #include "hopper.cuh"
 
 namespace tinyvllm {
 
-constexpr int kMaxRows = 256;
+constexpr int kMaxRows = 128;
 constexpr int kConsumerWarps = 8;                     // two warpgroups
 constexpr int kConsumers = kConsumerWarps * kWarpSize;
 constexpr int kWeightWarp = kConsumerWarps;           // its first lane issues the copies of weights,
 constexpr int kThreads = kConsumers + 2 * kWarpSize;  // that of the last warp the copies of x
 constexpr int kGroupFeatures = 64;                    // rows of weight that a warpgroup multiplies
-constexpr int kUnitFeatures = 2 * kGroupFeatures;
+constexpr int kUnitRows = 2 * kGroupFeatures;         // rows of weight of a CTA
 constexpr int kWeightTileBytes = kGroupFeatures * kTileRowBytes;
 constexpr int kMaxSlots = 12;
-constexpr int kWeightsInFlight = 4;                   // slots; more would only delay the other accesses
-constexpr int kMaxSplits = 8;                         // the largest portable cluster
-constexpr int kSliceRows = 16;                        // stored at once by a warp, through shared memory:
-constexpr int kSlicePitch = 16 + 4;                   // floats of a row of its slice (16 features),
-constexpr int kSliceFloats = kSliceRows * kSlicePitch;
-constexpr int kPartialPitch = kUnitFeatures + 4;      // and of a row of a CTA's partial sums; no bank conflicts
+constexpr int kBytesInFlight = 64 * 1024;             // of weights for a CTA; more would only delay the other accesses
 
-// How the CTAs share the weights: CTA i takes unit i / splits, then those gridDim.x / splits further, and of the chunks
-// (64 elements of K) a share.
+// How the CTAs share the weights: a unit is 128 rows of weight, when gated 64 of gate and the 64 of up that go with them.
+// A cluster takes unit i, then those num_clusters further. Its CTAs split the chunks (64 elements of K), and when
+// halves is 2 also the rows of x: two with the same chunks then copy half of the weights each, to both.
 struct Layout {
-  int num_ctas, splits;           // splits: the size of a cluster
-  int num_units, unit_features;   // features of the output: half as many when gated
-  int num_chunks;
-  int second_row;                 // of the second warpgroup's tile of weights, from the first one's
+  int num_clusters, splits, halves;
+  int num_units, num_chunks;
 
-  __device__ int first_chunk(int split) const { return num_chunks * split / splits; }
+  __host__ __device__ int cluster_size() const { return splits * halves; }
 };
 
 struct Work {
   Layout layout;
   int num_rows, out_features;
-  int num_slots;               // of the ring
-  int slices_at, barriers_at;  // bytes in shared memory
+  int num_slots;                // of the ring
+  int stage_at, barriers_at;    // bytes in shared memory
   bool gated, float_out;
+
+  __host__ __device__ int unit_features() const { return gated ? kUnitRows / 2 : kUnitRows; }
+};
+
+// Of one CTA.
+struct Part {
+  int split, half;
+  int first_chunk, end_chunk;
+  int first_unit;
+  int first_row, num_rows;  // of x
+
+  __device__ explicit Part(const Work& work) {
+    const Layout& layout = work.layout;
+    const int rank = blockIdx.x % layout.cluster_size();
+    split = rank / layout.halves;
+    half = rank % layout.halves;
+    first_chunk = layout.num_chunks * split / layout.splits;
+    end_chunk = layout.num_chunks * (split + 1) / layout.splits;
+    first_unit = blockIdx.x / layout.cluster_size();
+    const int rows = ceil_div(work.num_rows, layout.halves);
+    first_row = half * rows;
+    num_rows = min(rows, work.num_rows - first_row);
+  }
 };
 
 // Each slot holds a chunk of K: a tile of weights for each warpgroup, and one of x.
@@ -56,133 +76,198 @@ struct Ring {
   __device__ uint32_t weights_full(int slot) const { return barriers + 8 * slot; }
   __device__ uint32_t x_full(int slot) const { return barriers + 8 * (num_slots + slot); }
   __device__ uint32_t empty(int slot) const { return barriers + 8 * (2 * num_slots + slot); }
+  __device__ uint32_t received() const { return barriers + 8 * 3 * num_slots; }  // partial sums of other CTAs
+  static constexpr int barrier_bytes(int slots) { return 8 * (3 * slots + 1); }
 };
 
-// Stores four features of a row, those that exist.
-template <typename T>
-__device__ __forceinline__ void store_features(void* out, int row, int feature, float4 values, const Work& work) {
-  if (feature >= work.out_features) return;
-  const int64_t first = static_cast<int64_t>(row) * work.out_features + feature;
-  if (work.out_features % 4 == 0) {
-    if (work.float_out) {
-      *reinterpret_cast<float4*>(static_cast<float*>(out) + first) = values;
-    } else {
-      *reinterpret_cast<uint2*>(static_cast<T*>(out) + first) =
-          make_uint2(pack2<T>(values.x, values.y), pack2<T>(values.z, values.w));
-    }
-  } else {
-    const float four[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (feature + i >= work.out_features) break;
-      if (work.float_out) {
-        static_cast<float*>(out)[first + i] = four[i];
-      } else {
-        static_cast<T*>(out)[first + i] = from_float<T>(four[i]);
-      }
-    }
-  }
-}
-
-// Stores a unit that is one CTA's alone, 16 rows at a time. When gated, the second warpgroup, which has `up`, hands its
-// sums to the first, which has `gate`.
-template <typename T, int kRows>
-__device__ __forceinline__ void store_unit(void* out, const float (&sums)[kRows / 2], float* slices, int unit_feature,
-                                           const Work& work) {
-  const int warp = threadIdx.x / kWarpSize;
-  const int g = threadIdx.x % kWarpSize / 4;
-  const int q = threadIdx.x % 4;
-  const bool second = threadIdx.x >= kWarpgroup;
-  float* slice = slices + warp * kSliceFloats;
-  float* handed_over = slices + kConsumerWarps / 2 * kSliceFloats + threadIdx.x % kWarpgroup;
-#pragma unroll
-  for (int first_row = 0; first_row < kRows; first_row += kSliceRows) {
-    if (first_row >= work.num_rows) break;
-    float values[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = sums[first_row / 2 + i];
-    if (work.gated) {
-      if (second) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) handed_over[i * kWarpgroup] = values[i];
-      }
-      named_barrier(1, kConsumers);
-      if (!second) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] = silu(values[i]) * handed_over[i * kWarpgroup];
-      }
-      named_barrier(2, kConsumers);
-      if (second) continue;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      slice[(i / 4 * 8 + 2 * q + i % 2) * kSlicePitch + g + i % 4 / 2 * 8] = values[i];
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kSliceRows; i += 8) {
-      const int row = i + g;
-      if (first_row + row < work.num_rows) {
-        const float4 four = *reinterpret_cast<const float4*>(slice + row * kSlicePitch + 4 * q);
-        store_features<T>(out, first_row + row, unit_feature + 16 * warp + 4 * q, four, work);
-      }
-    }
-    __syncwarp();
-  }
-}
-
-// partials[row][feature] = the sums of this CTA.
 template <int kRows>
-__device__ __forceinline__ void write_partials(float* partials, const float (&sums)[kRows / 2]) {
-  const int feature = threadIdx.x / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
-  const int row = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < kRows / 2; ++i) {
-    partials[(i / 4 * 8 + row + i % 2) * kPartialPitch + feature + i % 4 / 2 * 8] = sums[i];
-  }
-}
-
-__device__ __forceinline__ void add(float4& sum, const float4& part) {
-  sum.x += part.x;
-  sum.y += part.y;
-  sum.z += part.z;
-  sum.w += part.w;
-}
-
-// Adds up the partial sums of all CTAs of the cluster, for this CTA's share of the features, and stores them. Each CTA
-// begins with its own and goes on with its successors', so that they do not all read from one at once (that takes eight
-// times as long), and yet the order depends on the feature alone.
-template <typename T>
-__device__ __forceinline__ void reduce_partials(void* out, uint32_t partials, int unit_feature, int split,
-                                                const Work& work) {
-  const int splits = work.layout.splits;
-  const int fours = work.layout.unit_features / 4;
-  const int begin = fours * split / splits;
-  const int count = fours * (split + 1) / splits - begin;
-  for (int i = threadIdx.x; i < work.num_rows * count; i += kConsumers) {
-    const int row = i / count;
-    const int feature = (begin + i % count) * 4;
-    const auto total = [&](int first) {
-      const uint32_t source = partials + (row * kPartialPitch + first) * 4;
-      float4 parts[kMaxSplits];
-#pragma unroll
-      for (int s = 0; s < kMaxSplits; ++s) {
-        const int from = split + s < splits ? split + s : split + s - splits;
-        if (s < splits) parts[s] = load_from(source, from);
+__device__ __forceinline__ void copy_weights(const Ring<kRows>& ring, const CUtensorMap& map, const Work& work,
+                                             const Part& part) {
+  const Layout& layout = work.layout;
+  const uint64_t policy = evict_first_policy();
+  const int most = kBytesInFlight * layout.halves / (2 * kWeightTileBytes);
+  const int in_flight = ring.num_slots < most ? ring.num_slots : most;
+  const uint16_t pair = static_cast<uint16_t>(3 << part.split * 2);
+  Turn turn, landed;
+  int issued = 0;
+  for (int unit = part.first_unit; unit < layout.num_units; unit += layout.num_clusters) {
+    const int row = unit * kUnitRows + part.half * kGroupFeatures;
+    for (int chunk = part.first_chunk; chunk < part.end_chunk; ++chunk) {
+      wait_barrier(ring.empty(turn.slot), turn.parity ^ 1);
+      if (issued++ >= in_flight) {
+        wait_barrier(ring.weights_full(landed.slot), landed.parity);
+        landed.advance(ring.num_slots);
       }
-#pragma unroll
-      for (int s = 1; s < kMaxSplits; ++s) {
-        if (s < splits) add(parts[0], parts[s]);
+      const uint32_t full = ring.weights_full(turn.slot);
+      const uint32_t target = ring.weights(turn.slot, part.half);
+      const int within = work.gated ? 0 : row;
+      const int group = work.gated ? row / 16 : 0;
+      const int column = chunk * kTileColumns;
+      arrive_expecting(full, 2 * kWeightTileBytes);
+      if (layout.halves == 2) {
+        copy_weight_tile_to(pair, target, map, within, group, column, full, policy);
+      } else {
+        copy_weight_tile(target, map, within, group, column, full, policy);
       }
-      return parts[0];
-    };
-    float4 sum = total(feature);
-    if (work.gated) {
-      const float4 up = total(kGroupFeatures + feature);
-      sum = make_float4(silu(sum.x) * up.x, silu(sum.y) * up.y, silu(sum.z) * up.z, silu(sum.w) * up.w);
+      turn.advance(ring.num_slots);
     }
-    store_features<T>(out, row, unit_feature + feature, sum, work);
   }
+}
+
+template <int kRows>
+__device__ __forceinline__ void copy_x(const Ring<kRows>& ring, const CUtensorMap& map, const Work& work,
+                                       const Part& part) {
+  Turn turn;
+  for (int unit = part.first_unit; unit < work.layout.num_units; unit += work.layout.num_clusters) {
+    for (int chunk = part.first_chunk; chunk < part.end_chunk; ++chunk) {
+      wait_barrier(ring.empty(turn.slot), turn.parity ^ 1);
+      arrive_expecting(ring.x_full(turn.slot), Ring<kRows>::kXBytes);
+      copy_tile(ring.x(turn.slot), map, part.first_row, chunk * kTileColumns, ring.x_full(turn.slot));
+      turn.advance(ring.num_slots);
+    }
+  }
+}
+
+// Tells the copying warps of this CTA, and of the other one of a pair, that a warp has read a slot. Only what they wait for:
+// they must not end before they are told.
+template <int kRows>
+struct Release {
+  uint32_t mine, other;  // the first barriers
+  int left;              // slots that are filled again
+
+  __device__ Release(const Ring<kRows>& ring, const Layout& layout, const Part& part) : mine(ring.empty(0)), other(0) {
+    const int units = ceil_div(layout.num_units - part.first_unit, layout.num_clusters);
+    left = units * (part.end_chunk - part.first_chunk) - ring.num_slots;
+    if (layout.halves == 2) other = address_in(mine, 2 * part.split + 1 - part.half);
+  }
+
+  __device__ void operator()(int slot) {
+    if (left-- <= 0) return;
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane == 0) arrive(mine + 8 * slot);
+    if (lane == 1 && other != 0) arrive_at(other + 8 * slot);
+  }
+};
+
+// The warpgroup's sums of one unit.
+template <typename T, int kRows>
+__device__ __forceinline__ void multiply_unit(float (&sums)[kRows / 2], const Ring<kRows>& ring, Turn& turn,
+                                              Release<kRows>& release, const Part& part) {
+  const int group = threadIdx.x / kWarpgroup;
+  int previous = -1;
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  for (int chunk = part.first_chunk; chunk < part.end_chunk; ++chunk) {
+    wait_barrier(ring.weights_full(turn.slot), turn.parity);
+    wait_barrier(ring.x_full(turn.slot), turn.parity);
+    const uint64_t a = tile_descriptor(ring.weights(turn.slot, group));
+    const uint64_t b = tile_descriptor(ring.x(turn.slot));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileColumns / 16; ++k) wgmma<T, kRows>(sums, a + 2 * k, b + 2 * k);
+    wgmma_commit();
+    wgmma_wait<1>();  // the slot before is read
+    if (previous >= 0) release(previous);
+    previous = turn.slot;
+    turn.advance(ring.num_slots);
+  }
+  wgmma_wait<0>();
+  settle(sums);
+  release(previous);
+}
+
+// Sets up the ring and runs the CTA's warps: of each unit, the multiplying warps hand their sums to `finish`. All CTAs of
+// a cluster have read their rings by then.
+template <typename T, int kRows, typename Finish>
+__device__ __forceinline__ void multiply_units(const Ring<kRows>& ring, const CUtensorMap& x_map,
+                                               const CUtensorMap& weight_map, const Work& work, const Part& part,
+                                               const Finish& finish) {
+  const Layout& layout = work.layout;
+  const bool alone = layout.cluster_size() == 1;
+  const int warp = threadIdx.x / kWarpSize;
+  const bool leads = threadIdx.x % kWarpSize == 0;
+  const auto meet_cluster = [&] {
+    if (alone) return;
+    cluster_arrive();
+    cluster_wait();
+  };
+
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < ring.num_slots; ++slot) {
+      init_barrier(ring.weights_full(slot), 1);
+      init_barrier(ring.x_full(slot), 1);
+      init_barrier(ring.empty(slot), kConsumerWarps * layout.halves);
+    }
+    init_barrier(ring.received(), 1);
+    publish_barriers();
+  }
+  __syncthreads();
+  meet_cluster();
+  allow_next_kernel();
+
+  if (warp == kWeightWarp) {
+    if (leads) copy_weights(ring, weight_map, work, part);
+    __syncwarp();
+    wait_for_previous_kernel();
+    meet_cluster();
+  } else if (warp > kWeightWarp) {
+    wait_for_previous_kernel();
+    fence_tile_copies();
+    if (leads) copy_x(ring, x_map, work, part);
+    __syncwarp();
+    meet_cluster();
+  } else {
+    wait_for_previous_kernel();
+    Turn turn;
+    Release<kRows> release(ring, layout, part);
+    float sums[kRows / 2];
+    for (int unit = part.first_unit; unit < layout.num_units; unit += layout.num_clusters) {
+      multiply_unit<T, kRows>(sums, ring, turn, release, part);
+      meet_cluster();  // a cluster has one unit only
+      finish(unit, sums);
+    }
+  }
+}
+
+// ---- Host ----
+
+inline int shared_limit() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 0); }
+
+// Divides shared memory among the ring, its barriers and stage_bytes for the way out. Returns its size.
+template <int kRows>
+int place_ring(Work* work, int stage_bytes) {
+  const Layout& layout = work->layout;
+  const int room = shared_limit() - stage_bytes - Ring<kRows>::barrier_bytes(kMaxSlots);
+  const int useful = ceil_div(layout.num_chunks, layout.splits) * ceil_div(layout.num_units, layout.num_clusters);
+  const int fitting = room / Ring<kRows>::kSlotBytes;
+  work->num_slots = fitting < useful ? fitting : useful;
+  work->num_slots = work->num_slots < kMaxSlots ? work->num_slots : kMaxSlots;
+  return work->num_slots * Ring<kRows>::kSlotBytes;
+}
+
+template <int kRows>
+cudaError_t describe_operands(CUtensorMap* x_map, CUtensorMap* weight_map, const void* x, const void* weight,
+                              const Work& work, int in_features) {
+  const cudaError_t error = describe_matrix(x_map, x, work.num_rows, in_features, kRows);
+  if (error != cudaSuccess) return error;
+  return describe_weights(weight_map, weight, work.gated ? 2 * work.out_features : work.out_features, in_features,
+                          work.gated, kUnitRows / work.layout.halves);
+}
+
+// Whether the tile copies can read such operands.
+inline bool is_supported(const void* x, const void* weight, int num_rows, int out_features, int in_features) {
+  return num_rows >= 1 && num_rows <= kMaxRows && out_features > 0 &&
+         out_features <= std::numeric_limits<int>::max() / 4 && in_features > 0 && in_features % 8 == 0 &&
+         is_aligned16(x) && is_aligned16(weight);
+}
+
+// Calls launch(std::integral_constant<int, r>{}), r being num_rows rounded up to one of these.
+template <int kRows, int... kMore, typename Launch>
+cudaError_t dispatch_rows(int num_rows, const Launch& launch) {
+  if constexpr (sizeof...(kMore) > 0) {
+    if (num_rows > kRows) return dispatch_rows<kMore...>(num_rows, launch);
+  }
+  return launch(std::integral_constant<int, kRows>{});
 }
 
 }  // namespace tinyvllm
