@@ -148,6 +148,23 @@ void gated_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weig
   gated_linear_op("gated_linear_wide", gated_linear_wide, out, x, weight);
 }
 
+void argmax_linear_hopper_op(const Tensor& sampled, const Tensor& last_tokens, const Tensor& ranks, const Tensor& x,
+                             const Tensor& weight, const Tensor& rows) {
+  Call call("argmax_linear_hopper", sampled);
+  const Dtype dtype = call.activation("x", x);
+  call.check("x", x, x.scalar_type(), {-1, -1});
+  call.check("weight", weight, x.scalar_type(), {-1, x.size(1)});
+  call.check("sampled", sampled, kInt, {x.size(0)});
+  call.check("rows", rows, kInt, {x.size(0)});
+  call.check("last_tokens", last_tokens, kInt, {-1});
+  call.check_scratch("ranks", ranks, kLong, x.size(0));
+  if (sampled.numel() == 0) return;
+  call.launched(argmax_linear_hopper(ints(sampled), ints(last_tokens), static_cast<int64_t*>(ranks.data_ptr()),
+                                     x.data_ptr(), weight.data_ptr(), ints(rows), call.fits_int("rows", x.size(0)),
+                                     call.fits_int("out features", weight.size(0)),
+                                     call.fits_int("in features", x.size(1)), dtype, call.stream()));
+}
+
 void decode_inputs_op(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& context_lens,
                       const Tensor& next_positions, const Tensor& last_tokens, const Tensor& rows,
                       const Tensor& block_table, int64_t block_size) {
@@ -301,6 +318,7 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("linear_hopper", tinyvllm::linear_hopper_op);
   m.impl("gated_linear_hopper", tinyvllm::gated_linear_hopper_op);
   m.impl("gated_linear_wide", tinyvllm::gated_linear_wide_op);
+  m.impl("argmax_linear_hopper", tinyvllm::argmax_linear_hopper_op);
   m.impl("decode_inputs", tinyvllm::decode_inputs_op);
   m.impl("attention_decode", tinyvllm::attention_decode_op);
   m.impl("attention_prefill", tinyvllm::attention_prefill_op);

@@ -2,6 +2,7 @@
 // products become queries, keys and values, activations, the residual stream, or logits.
 #pragma once
 
+#include "argmax.cuh"
 #include "decode_step_linear.cuh"
 
 namespace tinyvllm {
@@ -189,17 +190,6 @@ __device__ __forceinline__ Operand prepare_output(const StepArguments<T>& a, con
     }
   }
   return operand;
-}
-
-// The greatest rank belongs to the largest logit, and to the lowest token among equal ones; 0 is below all.
-__device__ __forceinline__ unsigned long long rank_of(float logit, int token) {
-  const uint32_t bits = __float_as_uint(logit);
-  const uint32_t key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<unsigned long long>(key) << 32 | ~static_cast<uint32_t>(token);
-}
-
-__device__ __forceinline__ int token_of(unsigned long long rank) {
-  return static_cast<int>(~static_cast<uint32_t>(rank));
 }
 
 // All multiplying threads call it; `partial` holds the round's products, `squares` the sums of squares of x if the layer

@@ -68,6 +68,11 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
             {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
         ),
+        "argmax_linear_hopper": (
+            {"sampled": new(S), "last_tokens": new(MAX_SEQS), "ranks": new(S, dtype=I64), "x": new(S, H, dtype=act)}
+            | {"weight": new(V, H, dtype=act), "rows": new(S)},
+            {"num_rows": S, "out_features": V, "in_features": H, "dtype": dtype},
+        ),
         "decode_inputs": (
             {name: new(S) for name in ("token_ids", "positions", "slots", "context_lens", "next_positions")}
             | {"last_tokens": new(MAX_SEQS), "rows": new(S), "block_table": new(MAX_SEQS, WIDTH), "block_size": BS},

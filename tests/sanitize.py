@@ -29,6 +29,7 @@ def main() -> None:
         lin.test_linear_hopper("cuda", rows, 301, 264)
         lin.test_linear_hopper("cuda", rows, 576, 1536)
         lin.test_gated_linear_hopper("cuda", rows, 296, 264)
+        lin.test_argmax_linear_hopper("cuda", rows, 301, 264)
     lin.test_gated_linear_wide("cuda", 300, 136, 264)
     t.test_decode_inputs("cuda")
     for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_model import generate, random_prompts
 
+from tinyvllm_cli import ops
 from tinyvllm_cli.bench.shapes import SHAPES
 from tinyvllm_cli.llm import LLM
 from tinyvllm_cli.memory.plan import Limits, plan_buffers
@@ -84,6 +85,22 @@ def test_large_steps_that_only_prefill_are_captured_unpadded(folder: Path, monke
     assert llm.runner.graphs is not None
     large = [key for key in llm.runner.graphs.captured if isinstance(key, StepSize) and key.tokens > 16]
     assert {key.decodes for key in large} == {0}
+
+
+def test_greedy_decodes_store_no_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last product can find the largest logit by itself, unless someone asks for logits."""
+    monkeypatch.setattr(ops, "suits_hopper", lambda x: True)
+    expected = generate(LLM(folder, device="cpu", graphs=False), PROMPTS, 14)
+    llm = LLM(folder, device="cpu")
+    Recorder(llm)
+    assert generate(llm, PROMPTS, 14, logprobs=1) == expected
+    assert generate(llm, PROMPTS, 14, temperature=0.9) != expected
+    assert llm.runner.graphs is not None
+    decodes = [key for key in llm.runner.graphs.captured if not isinstance(key, StepSize)]
+    assert decodes
+    assert not any(greedy for *_, greedy in decodes)
+    assert generate(llm, PROMPTS, 14) == expected
+    assert any(greedy for *_, greedy in (key for key in llm.runner.graphs.captured if not isinstance(key, StepSize)))
 
 
 def test_a_key_is_captured_when_it_comes_again_and_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,29 @@ def test_wide_use() -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "k"), [(40000, 64), (9001, 128), (8, 8), (301, 264)])
+def test_argmax_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
+    for dtype, g in each_dtype(device):  # small whole numbers: sums are exact, and equal ones are many
+        x, weight = (torch.randint(-1, 2, (size, k), generator=g).to(device, dtype) for size in (rows, n))
+        weight[n // 2] = 0
+        x[0] = 0
+        x[1], weight[n - 1] = 1, 1
+        owners = torch.randperm(rows + 3, generator=g)[:rows].to(device, torch.int32)
+        owners[rows // 2] = -1
+        ranks = torch.zeros(rows, dtype=torch.int64, device=device)
+        expected = (x.float() @ weight.float().t()).argmax(dim=-1).int()
+        for _ in range(REPEATS if device == "cuda" else 1):
+            sampled = torch.full((rows,), -7, dtype=torch.int32, device=device)
+            last = torch.full((rows + 3,), -7, dtype=torch.int32, device=device)
+            ops.argmax_linear_hopper(sampled, last, ranks, x, weight, owners)
+            real = owners >= 0
+            assert sampled.tolist() == torch.where(real, expected, -1).tolist()
+            assert last[owners[real]].tolist() == expected[real].tolist()
+            assert int((last != -7).sum()) == rows - 1
+            assert not ranks.any()
+
+
+@pytest.mark.parametrize("rows", ROWS)
 def test_a_row_does_not_depend_on_the_number_of_rows(device: str, rows: int) -> None:
     """But for the two forms of the kernel, which split K differently."""
     for dtype, g in each_dtype(device):

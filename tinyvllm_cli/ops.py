@@ -24,6 +24,8 @@ SCHEMAS = {
     "linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "gated_linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "gated_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
+    "argmax_linear_hopper": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor(c!) ranks, Tensor x, Tensor weight, "
+    "Tensor rows) -> ()",
     "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) context_lens, "
     "Tensor(e!) next_positions, Tensor last_tokens, Tensor rows, Tensor block_table, int block_size) -> ()",
     "attention_decode": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
@@ -51,9 +53,10 @@ _ops = torch.ops.tinyvllm
 
 # Which kernel multiplies how many rows, from the microseconds that all GEMMs, norms and SwiGLU of a Llama-3.2-1B step
 # take in bf16 on an H200 (with `matvec`, a whole step of 8 rows takes 844):
-#   rows              16   32   64   96  128  256
-#   linear_hopper    744  774  862  967 1038 1515
-#   cuBLAS           912  978 1014 1046 1116 1313
+#   rows              16   32   64   96  128
+#   linear_hopper    734  752  828  911  958  (128: with pairs of CTAs for `down` as well, alone 2.2 a layer slower)
+#   cuBLAS           917  943  981 1004 1071
+# At 128 rows these and `sample` at temperature 0 take 982, with argmax_linear_hopper in the place of the last two 937.
 MATVEC_MAX_ROWS = 8
 """Up to so many rows `linear` streams the weights by the `matvec` kernel."""
 HOPPER_MAX_ROWS = 128
@@ -109,14 +112,14 @@ def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out = x @ weight.T for up to 256 rows on compute capability 9.0, fp32 inside; shapes, dtypes as in `linear`."""
+    """`matvec` for up to HOPPER_MAX_ROWS rows on compute capability 9.0."""
     _ops.linear_hopper(out, x, weight)
 
 
 def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """out = silu(gate) * up, gate and up = x @ weight.T, all fp32 inside, where `linear_hopper` works.
 
-    x [T, in], weight [2I, in]: gate rows, then up rows; out [T, I] of x's dtype.
+    x [T, in], weight [2I, in]: gate rows, then up rows; out [T, I] of x's dtype; I is a multiple of 8.
     """
     _ops.gated_linear_hopper(out, x, weight)
 
@@ -127,6 +130,17 @@ def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     I and in are multiples of 8.
     """
     _ops.gated_linear_wide(out, x, weight)
+
+
+def argmax_linear_hopper(
+    sampled: Tensor, last_tokens: Tensor, ranks: Tensor, x: Tensor, weight: Tensor, rows: Tensor
+) -> None:
+    """`sample` of `linear_hopper` at temperature 0 for up to HOPPER_MAX_ROWS rows, without storing the logits.
+
+    x [S, in], weight [V, in]; sampled, rows int32 [S], row -1 is padding and gets -1; last_tokens int32 [max_num_seqs].
+    ranks int64, at least S, are zero before and after; unused on the CPU.
+    """
+    _ops.argmax_linear_hopper(sampled, last_tokens, ranks, x, weight, rows)
 
 
 @functools.cache
@@ -140,7 +154,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def suits_hopper(x: Tensor) -> bool:
-    """Whether x [T, in] is multiplied by `linear_hopper` and `gated_linear_hopper`."""
+    """Whether x [T, in] is multiplied by `linear_hopper`, `gated_linear_hopper` and `argmax_linear_hopper`."""
     return MATVEC_MAX_ROWS < x.size(0) <= HOPPER_MAX_ROWS and _is_hopper(x.device)
 
 

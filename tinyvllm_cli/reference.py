@@ -86,17 +86,21 @@ def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     gated_linear_hopper(out, x, weight)
 
 
-def decode_inputs(
-    token_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    next_positions: Tensor,
-    last_tokens: Tensor,
-    rows: Tensor,
-    block_table: Tensor,
-    block_size: int,
+def argmax_linear_hopper(
+    sampled: Tensor, last_tokens: Tensor, ranks: Tensor, x: Tensor, weight: Tensor, rows: Tensor
 ) -> None:
+    _take_best(sampled, last_tokens, x.float() @ weight.float().t(), rows)
+
+
+def _take_best(sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tensor) -> None:
+    sampled.copy_(torch.where(rows >= 0, logits.argmax(dim=-1), -1))
+    last_tokens[rows[rows >= 0]] = sampled[rows >= 0]
+
+
+def decode_inputs(
+    token_ids: Tensor, positions: Tensor, slots: Tensor, context_lens: Tensor, next_positions: Tensor,
+    last_tokens: Tensor, rows: Tensor, block_table: Tensor, block_size: int,
+) -> None:  # fmt: skip
     real = rows >= 0
     row = torch.where(real, rows, 0)
     position = torch.where(real, next_positions, 0)
@@ -149,8 +153,7 @@ def decode_step(
         hidden.add_(_linear(activation, down_weight))
     matvec(logits, _normed(hidden, final_norm, eps), lm_head)
     if greedy:
-        sampled.copy_(torch.where(rows >= 0, logits.argmax(dim=-1), -1))
-        last_tokens[rows[rows >= 0]] = sampled[rows >= 0]
+        _take_best(sampled, last_tokens, logits, rows)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -199,6 +199,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
                "partial results of sampling", (("sample", "sample"),)),
         Buffer("attention_counters", (s * k + 1,), "int32", "S x K + 1", "arrivals at split contexts, a queue", ALWAYS),
         Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
+        Buffer("best_logits", (s,), "int64", "S", "largest logit of each row so far, when all are greedy", ALWAYS),
         Buffer("decode_exchange", (workspace_words(config, dtype, s),), "int32", "see memory/decode_step.py",
                "what the stages of the fused decode step pass on", ALWAYS),
         Buffer("step_inputs", (3 * t + 8 * s + 64,), "int32", "3T + 8S + 64",

@@ -109,6 +109,12 @@ class Llama:
             hook("logits", -1)
         return logits
 
+    def greedy_tokens(self, sampled: Tensor, last_tokens: Tensor, rows: Tensor) -> None:
+        """Samples at temperature 0 behind `trunk`, which had one token of each of `rows`; leaves no logits."""
+        b = self.buffers
+        x = b["normed"][: rows.size(0)]
+        ops.argmax_linear_hopper(sampled, last_tokens, b["best_logits"], x, self.weights.lm_head, rows)
+
     def decode(self, state: dict[str, Tensor], greedy: bool) -> Tensor:
         """A step of a few sequences by the one op `decode_step`: their logits [S, V].
 

@@ -94,6 +94,7 @@ class ModelRunner:
         self.buffers["decode_exchange"].fill_(-1)[: decode_step.HEADER_WORDS] = 0
         self.buffers["attention_counters"].zero_()
         self.buffers["sample_counters"].zero_()
+        self.buffers["best_logits"].zero_()
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
         self.params = SamplingState(self.buffers["sampling_params"], self.buffers["token_counts"])
         state = self.buffers["decode_state"].zero_()[:, : limits.max_num_seqs]
@@ -302,14 +303,16 @@ class ModelRunner:
             self.decoding = plan.rows
         penalties = self.params.any_penalties(plan.rows)
         fused = self.can_fuse and int(plan.context_lens.max()) <= FUSED_CONTEXTS.get(bucket, 0)
-        greedy = fused and not penalties and self.params.all_greedy(plan.rows)
+        needs_logits = penalties or (plan.wants_logprobs and not fused)
+        skips_logits = fused or ops.suits_hopper(self.buffers["normed"][:bucket])
+        greedy = skips_logits and not needs_logits and self.params.all_greedy(plan.rows)
         self.graphs.run((bucket, penalties, fused, greedy), lambda: self._decode(bucket, penalties, fused, greedy))
         if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
             self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
         return self.sampled[:num_seqs]
 
     def _decode(self, bucket: int, penalties: bool, fused: bool, greedy: bool) -> None:
-        """fused: by `decode_step`; greedy: all rows take the largest logit, which it then finds by itself."""
+        """fused: by `decode_step`; greedy: all rows take the largest logit, which the last product finds by itself."""
         rows, context_lens = self.decode_rows[:bucket], self.context_lens[:bucket]
         next_positions, sampled = self.next_positions[:bucket], self.sampled[:bucket]
         if fused:
@@ -329,7 +332,11 @@ class ModelRunner:
                 self.limits.block_size,
             )
             batch = Batch(token_ids, positions, slots, rows, context_lens)
-            logits = self.model.forward(batch, decode_splits(bucket, self.config.num_kv_heads))
+            self.model.trunk(batch, decode_splits(bucket, self.config.num_kv_heads))
+            if greedy:
+                self.model.greedy_tokens(sampled, self.last_tokens, rows)
+            else:
+                logits = self.model.logits(batch)
         if not greedy:
             self._sample(sampled, logits, rows, context_lens, penalties)
 

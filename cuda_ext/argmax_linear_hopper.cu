@@ -1,0 +1,137 @@
+// sampled[m] = the n with the largest sum_k x[m, k] * weight[n, k], the lowest of equal ones; so the logits stay inside.
+// x [M, K], weight [N, K] of one 16-bit dtype, contiguous; M up to 128. ranks uint64 [M] holds each row's best so far.
+// Grid: as linear_hopper, without clusters: a CTA takes units of 128 features and keeps the best of each row in registers.
+// Traffic: 2 N K bytes of weights, bound by bandwidth; then a kernel of one thread a row turns ranks into tokens.
+// Limits: bf16 or fp16; in_features a multiple of 8; compute capability 9.0.
+#include "argmax.cuh"
+#include "linear_hopper.cuh"
+
+#pragma nv_diag_suppress 177  // unused: elsewhere than on sm_90a the kernel is empty
+
+namespace tinyvllm {
+namespace {
+
+using Rank = unsigned long long;
+
+template <typename T, int kRows>
+__device__ __forceinline__ void run_argmax(Rank* ranks, const CUtensorMap& x_map, const CUtensorMap& weight_map,
+                                           const Work& work) {
+  extern __shared__ __align__(kTileAlignment) uint8_t shared[];
+  const uint32_t base = shared_address(shared);
+  const Ring<kRows> ring{base, base + work.barriers_at, work.num_slots};
+  const int warp = threadIdx.x / kWarpSize;
+  const int g = threadIdx.x % kWarpSize / 4;
+  const int q = threadIdx.x % 4;
+  float best[kRows / 4];  // of rows 8 j + 2 q and the next one, at 2 j
+  int token[kRows / 4];
+#pragma unroll
+  for (int i = 0; i < kRows / 4; ++i) {
+    best[i] = -INFINITY;
+    token[i] = 0;
+  }
+  multiply_units<T, kRows>(ring, x_map, weight_map, work, Part(work), [&](int unit, const float (&sums)[kRows / 2]) {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const int feature = unit * kUnitRows + 16 * warp + 8 * upper + g;
+      if (feature >= work.out_features) break;
+#pragma unroll
+      for (int i = 0; i < kRows / 4; ++i) {
+        const float logit = sums[i / 2 * 4 + 2 * upper + i % 2];
+        if (logit > best[i]) {
+          best[i] = logit;
+          token[i] = feature;
+        }
+      }
+    }
+  });
+  if (warp >= kConsumerWarps) return;
+  Rank* of_warps = reinterpret_cast<Rank*>(shared + work.stage_at);
+#pragma unroll
+  for (int i = 0; i < kRows / 4; ++i) {
+    Rank rank = rank_of(best[i], token[i]);
+#pragma unroll
+    for (int offset = 4; offset < kWarpSize; offset *= 2) {
+      const Rank other = __shfl_xor_sync(kAllLanes, rank, offset);
+      rank = other > rank ? other : rank;
+    }
+    if (g == 0) of_warps[warp * kRows + i / 2 * 8 + 2 * q + i % 2] = rank;
+  }
+  named_barrier(1, kConsumers);
+  if (threadIdx.x < work.num_rows) {
+    Rank rank = 0;
+#pragma unroll
+    for (int w = 0; w < kConsumerWarps; ++w) {
+      const Rank other = of_warps[w * kRows + threadIdx.x];
+      rank = other > rank ? other : rank;
+    }
+    atomicMax(ranks + threadIdx.x, rank);
+  }
+}
+
+template <typename T, int kRows>
+__global__ __launch_bounds__(kThreads, 1) void argmax_linear_hopper_kernel(
+    Rank* ranks, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map,
+    const __grid_constant__ Work work) {
+  if constexpr (kHopperCode) run_argmax<T, kRows>(ranks, x_map, weight_map, work);
+}
+
+__global__ void take_best_kernel(int32_t* sampled, int32_t* last_tokens, Rank* ranks, const int32_t* rows,
+                                 int num_rows) {
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= num_rows) return;
+  const int row = rows[i];
+  const int token = row >= 0 ? token_of(ranks[i]) : -1;
+  ranks[i] = 0;
+  sampled[i] = token;
+  if (row >= 0) last_tokens[row] = token;
+}
+
+template <typename T, int kRows>
+cudaError_t launch_argmax(Rank* ranks, const void* x, const void* weight, Work work, int in_features,
+                          cudaStream_t stream) {
+  const int stage_bytes = kConsumerWarps * kRows * static_cast<int>(sizeof(Rank));
+  work.stage_at = place_ring<kRows>(&work, stage_bytes);
+  work.barriers_at = work.stage_at + stage_bytes;
+  CUtensorMap x_map, weight_map;
+  const cudaError_t error = describe_operands<kRows>(&x_map, &weight_map, x, weight, work, in_features);
+  if (error != cudaSuccess) return error;
+  return launch(argmax_linear_hopper_kernel<T, kRows>, work.layout.num_clusters, kThreads,
+                work.barriers_at + Ring<kRows>::barrier_bytes(work.num_slots), stream, ranks, x_map, weight_map, work);
+}
+
+}  // namespace
+
+cudaError_t take_best(int32_t* sampled, int32_t* last_tokens, unsigned long long* ranks, const int32_t* rows,
+                      int num_rows, cudaStream_t stream) {
+  constexpr int threads = 128;
+  return launch(take_best_kernel, ceil_div(num_rows, threads), threads, 0, stream, sampled, last_tokens, ranks, rows,
+                num_rows);
+}
+
+cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t* ranks, const void* x,
+                                 const void* weight, const int32_t* rows, int num_rows, int out_features,
+                                 int in_features, Dtype dtype, cudaStream_t stream) {
+  if (!is_supported(x, weight, num_rows, out_features, in_features)) return cudaErrorInvalidValue;
+  Rank* best = reinterpret_cast<Rank*>(ranks);
+  Work work{};
+  work.num_rows = num_rows;
+  work.out_features = out_features;
+  Layout& layout = work.layout;
+  layout.splits = layout.halves = 1;
+  layout.num_units = ceil_div(out_features, kUnitRows);
+  layout.num_chunks = ceil_div(in_features, kTileColumns);
+  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, 1);
+  layout.num_clusters = layout.num_units < num_sms ? layout.num_units : num_sms;
+  const cudaError_t error = dispatch_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
+    return dispatch_rows<16, 32, 64, 96, 128>(num_rows, [&](auto row_count) {
+      return launch_argmax<T, decltype(row_count)::value>(best, x, weight, work, in_features, stream);
+    });
+  });
+  return error == cudaSuccess ? take_best(sampled, last_tokens, best, rows, num_rows, stream) : error;
+}
+
+}  // namespace tinyvllm
