@@ -40,6 +40,20 @@ def test_importing_is_light() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.parametrize(("variables", "spins"), [({}, "'10000'"), ({"GOMP_SPINCOUNT": "77"}, "'77'")])
+def test_threads_that_wait_soon_sleep(variables: dict[str, str], spins: str) -> None:
+    """As the OpenMP library says when torch loads it; what the user has set stands."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", "import tinyvllm_cli, torch"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+        env=environment | {"OMP_DISPLAY_ENV": "verbose"} | variables,
+    )  # fmt: skip
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch here does not use libgomp")
+    assert f"GOMP_SPINCOUNT = {spins}" in done.stderr
+
+
 def test_every_name_is_there() -> None:
     assert [getattr(tinyvllm_cli, name) for name in tinyvllm_cli.__all__]
     with pytest.raises(AttributeError, match="nothing"):

@@ -52,6 +52,7 @@ RULES: dict[str, str] = {
     "cuda_ext": "torch errors cuda_ext",
 }
 ENVIRONMENT_READERS = (
+    "tinyvllm_cli/__init__.py",  # before torch reads it
     "tinyvllm_cli/commands/model.py",
     "tinyvllm_cli/commands/settings.py",
     "tinyvllm_cli/render/console.py",
