@@ -218,6 +218,24 @@ def test_notes_that_nobody_reads_end_no_job_and_closed_pipes_end_quietly(
     assert result.stdout.endswith(b"\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("generate --model MODEL A >&-", b"error: standard output is closed\n"),
+        ("generate --model MODEL --table A >&-", b"error: standard output is closed\n"),
+        ("inspect MODEL >&-", b"error: standard output is closed\n"),
+        ("--help >/dev/full", b"error: the output cannot be written: No space left on device\n"),
+        ("bench --help >/dev/full", b"error: the output cannot be written: No space left on device\n"),
+    ],
+)
+def test_answers_are_never_lost_without_a_word(tmp_path: Path, command: str, message: bytes) -> None:
+    line = f"{sys.executable} -m tinyvllm_cli " + command.replace("MODEL", str(write_rand(tmp_path / "m")))
+    result = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, cwd=ROOT)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
 def test_output_that_is_redirected_into_the_input_is_refused(tmp_path: Path) -> None:
     """It would be read as it grows, and the job would never end."""
     (tmp_path / "p.txt").write_text("A\n")

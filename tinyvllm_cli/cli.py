@@ -346,5 +346,5 @@ def _run(command: Callable[[Console], int], json: bool, quiet: bool) -> NoReturn
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point of the console script."""
+    """Parses and runs; leaves by SystemExit."""
     app(args=arguments, prog_name="tinyvllm")

@@ -60,6 +60,7 @@ class Console:
     ) -> None:
         self.mode = mode
         self.quiet = quiet or mode == "quiet"
+        self._closed = out is None and sys.stdout is None
         self._out = out or sys.stdout or _nowhere()
         self._err = err or sys.stderr or _nowhere()
         for stream in (self._out, self._err):
@@ -75,7 +76,7 @@ class Console:
     def write(self, text: str) -> None:
         """Writes `text` to stdout at once; on a terminal control characters are shown as escapes.
 
-        UserError when the disk is full or the like; BrokenPipeError when the reader has gone.
+        UserError when it is closed, the disk is full or the like; BrokenPipeError when the reader has gone.
         """
         self._emit(printable(text) if self.out_is_terminal else text)
 
@@ -92,6 +93,7 @@ class Console:
 
     def _emit(self, text: str) -> None:
         self._hide_status()
+        self._require_open()
         try:
             self._out.write(text)
             self._out.flush()
@@ -99,6 +101,10 @@ class Console:
             raise
         except OSError as error:
             raise UserError(f"the output cannot be written: {error.strerror}", fix="Is the disk full?") from error
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UserError("standard output is closed", fix="Leave it open, or send it to /dev/null.")
 
     def rich(self) -> RichConsole:
         """A Rich console on stdout for tables; markup, emoji codes and highlighting of data are off.
@@ -112,6 +118,7 @@ class Console:
                 raise  # the BrokenPipeError that is being handled, in place of rich's exit code
 
         self._hide_status()
+        self._require_open()
         width = None if self.out_is_terminal else 1000
         return Rich(file=self._out, width=width, markup=False, emoji=False, highlight=False)
 
