@@ -15,16 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinyvllm_cli import ops
 from tinyvllm_cli.bench import start, suite
 from tinyvllm_cli.bench.baseline import change
 from tinyvllm_cli.bench.ceiling import measure_ceiling
 from tinyvllm_cli.bench.compare import PEERS, check_peer, hf_config, reason
 from tinyvllm_cli.bench.environment import describe
+from tinyvllm_cli.bench.kernels import measure_kernels
 from tinyvllm_cli.bench.shapes import SHAPES, find_shape
 from tinyvllm_cli.bench.stats import percentile, std
 from tinyvllm_cli.bench.traffic import Ceiling, Model, Part, Work
 from tinyvllm_cli.bench.workloads import Case, Request, Workload, grid, nano, prefix, with_rate, workload_case
-from tinyvllm_cli.checkpoint.config import read_config
+from tinyvllm_cli.checkpoint.config import ModelConfig, read_config
 from tinyvllm_cli.checkpoint.index import open_checkpoint
 from tinyvllm_cli.checkpoint.names import map_weights, weights_layout
 from tinyvllm_cli.checkpoint.weights import load_weights
@@ -32,6 +34,18 @@ from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.render.roofline import Point, svg_plot, text_plot
 
 H200 = Ceiling(4.39e12, 790e12)
+
+
+def test_the_kernels_of_a_hopper_step_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their references, where `linear` would take them on such a card."""
+    monkeypatch.setattr(ops, "suits_hopper", lambda x: 8 < x.size(0) <= 128)
+    monkeypatch.setattr(ops, "suits_wide", lambda x, weight: x.size(0) > 128)
+    config = ModelConfig(64, 1, 1, 1, 64, 64, 72, 1e-5)
+    results = list(measure_kernels(config, "cpu", "float32", H200, batches=[9, 129], context=20, prompts=[]))
+    timed = {(result.op, result.what, result.tokens) for result in results}
+    assert {("argmax_linear_hopper", "logits", 9), ("gated_linear_hopper", "gate_up", 9)} <= timed
+    assert ("gated_linear_wide", "gate_up", 129) in timed
+    assert ("argmax_linear_hopper", "logits", 129) not in timed
 
 
 ROWS = [row for row in suite.targets()["rows"] if row["test"] != "start"]

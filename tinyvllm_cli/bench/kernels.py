@@ -147,7 +147,7 @@ class _Shapes:
         self.ids = torch.randint(c.vocab_size, (tokens,), device=device, dtype=torch.int32)
         self.logits = torch.empty(num_seqs, c.vocab_size, device=device).normal_()
         self.sampled, self.last_tokens = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
-        self.seeds = torch.zeros(num_seqs, device=device, dtype=torch.int64)
+        self.seeds, self.ranks = (torch.zeros(num_seqs, device=device, dtype=torch.int64) for _ in range(2))
         self.top_k = torch.zeros_like(self.rows)
         self.zeros, self.ones = torch.zeros(num_seqs, device=device), torch.ones(num_seqs, device=device)
         self.workspace = torch.empty(num_seqs, SAMPLE_WORKSPACE_FLOATS, device=device)
@@ -228,7 +228,15 @@ class _Shapes:
 
     def last(self) -> Iterator[_Op]:
         """Behind the layers: logits, and the choice of a token, greedy and drawn from all."""
-        yield self._linear("logits", self.logits, self.normed[: self.num_seqs], [self.weights.lm_head])
+        from tinyvllm_cli import ops
+
+        x, head = self.normed[: self.num_seqs], self.weights.lm_head
+        if ops.suits_hopper(x):
+            yield _Op(
+                "argmax_linear_hopper", "logits", head.nbytes + x.nbytes, 2 * self.num_seqs * head.numel(),
+                lambda i: ops.argmax_linear_hopper(self.sampled, self.last_tokens, self.ranks, x, head, self.rows),
+            )  # fmt: skip
+        yield self._linear("logits", self.logits, x, [head])
         self.logits.normal_()
         yield self._sample("greedy", self.zeros, self.ones)
         yield self._sample("top-p", self.ones, self.ones * 0.9)
