@@ -53,7 +53,8 @@ def decoding(rows: int, steps: int, kind: str, prefix_cache: bool = False) -> tu
     llm = LLM(resolve_model(DEMO).path, device="cpu", max_num_seqs=rows, max_batched_tokens=1024,
               prefix_cache=prefix_cache)  # fmt: skip
     llm.runner.graphs = NoGraphs()
-    llm.runner.buffers["logits"].zero_()
+    for name in ("normed", "logits"):  # what the steps that are not done would fill
+        llm.runner.buffers[name].zero_()
     llm.runner.sampled.fill_(llm.tokenizer.encode(" a", add_special_tokens=False)[-1])
     requests = Requests(llm.engine, llm.tokenizer, llm.config.eos_token_ids)
     options, streams = KINDS[kind]
