@@ -62,11 +62,12 @@ MATVEC_MAX_ROWS = 8
 HOPPER_MAX_ROWS = 128
 """Up to so many it takes `linear_hopper` on compute capability 9.0; above, and elsewhere, the GEMM is cuBLAS'."""
 
-# The microseconds of gate and up of that model with SwiGLU, and of 8B's, at the share of wanted work (`wide_use`):
-#   rows                129   256   384   512  1024  8192  32768  |  8B: 256  8192
-#   share               .49   .97   .73   .97   .97   .97    .99  |      .85   .99
-#   gated_linear_wide  26.6  30.1   ~55  55.4 106.2 818.9 3264.5  |    105.1  2864
-#   cuBLAS, silu_mul   25.0  34.0    42  63.1 122.3 936.9 3647.7  |    113.1  2994
+# The microseconds of gate and up of that model with SwiGLU, and of 8B's, at the share of wanted work (`wide_use`); the
+# kernel's copies and way out were simplified after they were taken:
+#   rows                129   256   512  1024  8192  32768  |  8B: 256  8192
+#   share               .49   .97   .97   .97   .97    .99  |      .85   .99
+#   gated_linear_wide  26.6  30.1  55.4 106.2 818.9 3264.5  |    105.1  2864
+#   cuBLAS, silu_mul   25.0  34.0  63.1 122.3 936.9 3647.7  |    113.1  2994
 WIDE_MIN_USE = 0.8
 """From this share on `gated_linear` takes `gated_linear_wide` for more than HOPPER_MAX_ROWS rows."""
 
