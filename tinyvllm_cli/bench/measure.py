@@ -70,7 +70,7 @@ class Meter:
             for _ in range(1 if case.workload and not case.workload.interference else 2):
                 self._sample(case if case.workload else short)  # a step of any size is captured when it comes again
         elif case.test == "decode":  # a difference of two runs: what the first one pays must not count
-            self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [_ONE] * case.batch)
+            self._first_tokens(case.batch, case.depth + case.prompt_tokens)
         before = replace(self.llm.engine.statistics)
         intervals: list[float] = []
         latencies: list[Run] = []
@@ -123,13 +123,13 @@ class Meter:
             return run.seconds, run.steps, run
         if case.test == "decode":
             more = replace(_ONE, max_tokens=case.generated_tokens + 1)
-            first = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [_ONE] * case.batch)
+            first = self._first_tokens(case.batch, case.depth + case.prompt_tokens)
             run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [more] * case.batch)
             return run.seconds - first.seconds, case.generated_tokens, run
-        run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [_ONE] * case.batch)
+        run = self._first_tokens(case.batch, case.depth + case.prompt_tokens)
         if not case.depth:
             return run.seconds, run.steps, run
-        before = self.run(self._prompts(case.batch, case.depth), [_ONE] * case.batch)
+        before = self._first_tokens(case.batch, case.depth)
         return run.seconds - before.seconds, max(run.steps - before.steps, 1), run
 
     def run(
@@ -190,6 +190,9 @@ class Meter:
             if interference and due[-1] > now and len(last) == count - 1:
                 due[-1] = now
         return sequences
+
+    def _first_tokens(self, batch: int, length: int) -> Run:
+        return self.run(self._prompts(batch, length), [_ONE] * batch)
 
     def _prompts(self, batch: int, length: int) -> list[list[int]]:
         return [random_ids(self._rng, length, self.llm.config.vocab_size) for _ in range(batch)]
