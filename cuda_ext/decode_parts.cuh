@@ -26,9 +26,9 @@ struct PartRule {
 
 // A context is cut into ceil(length / part_tokens) parts. If none is much longer than the mean, part_tokens is the mean /
 // even_parts and half a part's even_parts-th more, so that nearly equal contexts give even_parts each, or fewer where
-// parts would be so short that merging them costs more than it saves; else it is the mean / max_parts: the parts that the queue holds fill the gaps that the first ones leave. So there are never more than
-// num_seqs * (max_parts + 1). All lanes of a warp call it and get the same result. It reads past L1, so that it may run
-// before wait_for_previous_kernel().
+// parts would be so short that merging them costs more than it saves; else it is the mean / max_parts: the parts that the
+// queue holds fill the gaps that the first ones leave. So there are never more than num_seqs * (max_parts + 1). All lanes
+// of a warp call it and get the same result. It reads past L1, so that it may run before wait_for_previous_kernel().
 __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, const PartRule& rule, int number) {
   constexpr int held = 8;  // lengths in registers: enough for 256 sequences
   if (rule.even_parts == 0) return {number, 0, 1, num_seqs};
@@ -63,7 +63,8 @@ __device__ inline Part find_part(const int32_t* context_lens, int num_seqs, cons
   if (rule.even_parts == 1 && longest <= kWhole * mean) return {number, 0, 1, num_seqs};
   const bool even = longest <= kEven * mean;
   const float shortest = fmaxf(rule.min_tokens + mean * (1.0f / 32.0f), 128.0f * contexts);
-  const float parts_wanted = even ? fminf(rule.even_parts, fmaxf(floorf(__fdividef(mean, shortest)), 1.0f)) : rule.max_parts;
+  const float long_enough = fmaxf(floorf(__fdividef(mean, shortest)), 1.0f);
+  const float parts_wanted = even ? fminf(rule.even_parts, long_enough) : rule.max_parts;
   float share = __fdividef(mean, parts_wanted);
   if (even) share += __fdividef(0.5f * share, parts_wanted);
   const int part_tokens = max(even ? 0 : rule.whole_tokens, static_cast<int>(ceilf(share)));

@@ -172,16 +172,4 @@ __device__ __forceinline__ Share share_of(int num_tiles, int layer) {
   return {rank * each + min(rank, rest), each + (rank < rest ? 1 : 0)};
 }
 
-struct RingPosition {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance(int num_slots) {
-    if (++slot == num_slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 }  // namespace tinyvllm

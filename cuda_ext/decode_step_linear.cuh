@@ -30,7 +30,7 @@ struct WeightStream {
   Patience patience;
   uint64_t policy;
   int lane;
-  RingPosition at, landed;
+  Turn at, landed;
   int landed_half = 0;
   int issued = 0;
   bool first_lap = true;
@@ -235,7 +235,7 @@ __host__ __device__ constexpr int tile_partials(int num_rows) { return kStepWarp
 // Multiplies the tiles of a round with the strips of x that are held: partial = or += this warp's share.
 template <typename T, int kGroups, int kHeld>
 __device__ __forceinline__ void multiply_tiles(const Fragments<kGroups, kHeld>& x, const LinearShape& l, int first_strip,
-                                               int num_tiles, const unsigned char* ring, RingPosition& at,
+                                               int num_tiles, const unsigned char* ring, Turn& at,
                                                int ring_tiles, StepShared& s, float* partial, int num_rows,
                                                const Patience& patience) {
   const int lane = threadIdx.x % kWarpSize;

@@ -62,7 +62,7 @@ struct Worker {
   float* attention_scratch;
   Patience patience;
   Output output;
-  RingPosition at;
+  Turn at;
   int parity = 0;  // bit 0 of rounds, bit 1 of linear stages
 
   // Times of this CTA: when a stage has its input, and when it has written its output.

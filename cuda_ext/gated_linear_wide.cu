@@ -58,21 +58,31 @@ struct Walk {
   }
 };
 
-__device__ __forceinline__ void copy_weights(Shared& s, const CUtensorMap& map, const Work& work) {
-  const int matrix = blockIdx.x % kCluster;  // gate or up
+// A warp fills every slot as it becomes free: copy(tile, chunk, slot, barrier) starts what brings `bytes`. Returns the next
+// turn.
+template <typename Copy>
+__device__ __forceinline__ Turn fill_slots(Shared& s, const Work& work, int bytes, const Copy& copy) {
   Turn turn;
   for (Walk tile(work); tile.exists(); tile.advance()) {
     for (int chunk = 0; chunk < work.num_chunks; ++chunk) {
       const uint32_t full = shared_address(&s.full[turn.slot]);
       wait_barrier(shared_address(&s.empty[turn.slot]), turn.parity ^ 1);
       if (elected()) {
-        arrive_expecting(full, sizeof(s.weights[0]));
-        copy_tile_to((1 << kCluster) - 1, shared_address(s.weights[turn.slot][matrix]), map,
-                     tile.feature + matrix * work.num_features, chunk * kTileColumns, full);
+        arrive_expecting(full, bytes);
+        copy(tile, chunk, turn.slot, full);
       }
       turn.advance(kStages);
     }
   }
+  return turn;
+}
+
+__device__ __forceinline__ void copy_weights(Shared& s, const CUtensorMap& map, const Work& work) {
+  const int matrix = blockIdx.x % kCluster;  // gate or up
+  Turn turn = fill_slots(s, work, sizeof(s.weights[0]), [&](const Walk& tile, int chunk, int slot, uint32_t full) {
+    copy_tile_to((1 << kCluster) - 1, shared_address(s.weights[slot][matrix]), map,
+                 tile.feature + matrix * work.num_features, chunk * kTileColumns, full);
+  });
   for (int i = 0; i < kStages; ++i) {  // until the last arrivals from the other CTA have come
     wait_barrier(shared_address(&s.empty[turn.slot]), turn.parity ^ 1);
     turn.advance(kStages);
@@ -80,18 +90,9 @@ __device__ __forceinline__ void copy_weights(Shared& s, const CUtensorMap& map, 
 }
 
 __device__ __forceinline__ void copy_x(Shared& s, const CUtensorMap& map, const Work& work) {
-  Turn turn;
-  for (Walk tile(work); tile.exists(); tile.advance()) {
-    for (int chunk = 0; chunk < work.num_chunks; ++chunk) {
-      const uint32_t full = shared_address(&s.full[turn.slot]);
-      wait_barrier(shared_address(&s.empty[turn.slot]), turn.parity ^ 1);
-      if (elected()) {
-        arrive_expecting(full, sizeof(s.x[0]));
-        copy_tile(shared_address(s.x[turn.slot]), map, tile.token, chunk * kTileColumns, full);
-      }
-      turn.advance(kStages);
-    }
-  }
+  fill_slots(s, work, sizeof(s.x[0]), [&](const Walk& tile, int chunk, int slot, uint32_t full) {
+    copy_tile(shared_address(s.x[slot]), map, tile.token, chunk * kTileColumns, full);
+  });
 }
 
 // One warpgroup: 64 tokens of each tile. While it stores, the other one may multiply.

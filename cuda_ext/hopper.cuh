@@ -123,19 +123,6 @@ __device__ __forceinline__ bool elected() {
   return result != 0;
 }
 
-// A slot of a ring of tiles and the parity of its current use.
-struct Turn {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance(int slots) {
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // ---- Clusters. Every thread of every CTA of the cluster arrives, and later waits, the same number of times ----
 //
 // No arrival here is a release: one that reaches beyond the CTA is a MEMBAR, which waits for all bulk copies in flight. At

@@ -59,6 +59,7 @@ cudaError_t gated_linear_hopper(void* out, const void* x, const void* weight, in
 // The same for any number of rows from 1 on, better for many; out_features a multiple of 8.
 cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
                               int in_features, Dtype dtype, cudaStream_t stream);
+
 // sampled[m] and last_tokens[rows[m]] = the n with the largest sum_k x[m, k] * weight[n, k], the lowest of equal ones, for
 // 1 <= m <= 128 where linear_hopper works; row -1 is padding and gets -1. ranks: [num_rows], zero before and after.
 cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t* ranks, const void* x,

@@ -46,6 +46,19 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
   }
 }
 
+// A slot of a ring of tiles and the parity of its current use.
+struct Turn {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance(int slots) {
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 // For what is read once.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
