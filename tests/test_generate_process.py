@@ -67,6 +67,22 @@ def test_interruption_keeps_what_is_finished(endless: Path, long_job: Path, sign
     assert "Traceback" not in err
 
 
+def test_interruption_before_there_is_a_command_to_tell_it() -> None:
+    """While the program's own modules are loaded; a shell sees 130, as of a process that dies by the signal."""
+    interrupted = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, *args):
+        if name == "tinyvllm_cli.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from tinyvllm_cli.__main__ import run
+run()
+"""
+    process = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_interruption_before_the_model_is_there(endless: Path) -> None:
     """Standard input never ends, so the program waits for its first prompt."""
     with subprocess.Popen(
