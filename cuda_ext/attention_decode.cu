@@ -1,12 +1,14 @@
-// out[s, h] = softmax(scale * q[s, h] . K[s]) V[s], one query token per sequence, K and V read through the block table.
-// out [S, Q * D]; q rows of q_stride elements; kv_cache [B, K, 2, block_size, D]; workspace, counters: see launch.h.
+// out[s, h] = softmax(scale * q[s, h] . K[s]) V[s], one query token per sequence, K and V read through the block table;
+//   q and k of qkv are rotated first (see rope.cuh), and K and V of the token stored in the cache.
+// out [S, Q * D]; qkv [S, (Q + 2 K) D]; kv_cache [B, K, 2, block_size, D]; workspace, counters: see launch.h.
 // Mapping: a CTA takes one KV head of a part of one context, with 8 of its query heads; it has as many warps as let all
 //   (sequence, KV head) pairs be resident at once, and they take tiles of 16 tokens in turn, each through its own ring.
+//   The warp with the newest token puts it into its tile; the cache's place for it is written, and read by nobody.
 // Traffic: 2 * 2 D bytes per token and KV head, once for each 8 query heads that share it; bound by memory bandwidth.
 // Limits: bf16, fp16; D 64 or 128; any Q / K; any block size, its product with a position below 2^30;
 //   2 * S * K * ceil(Q / K / 8) * num_splits below 2^31, S * max(1, num_splits / 2) at most 65,535.
 //
-// Before it waits for the previous kernel it reads rows, context_lens, the block table, and K and V of all tiles but the
+// Before it waits for the previous kernel it reads rows, context_lens, the block table, and K and V of all tokens but the
 // newest: see launch.h for what that asks of its predecessors. All of these go past L1.
 #include "decode_parts.cuh"
 #include "decode_tiles.cuh"
@@ -28,9 +30,9 @@ constexpr int kRingBytes = kStages * 2 * kTile * head_dim * 2;  // of a warp; mo
 template <typename T>
 struct Arguments {
   T* out;
-  const T* q;
-  int64_t q_stride;
-  const T* kv_cache;
+  const T* qkv;
+  T* kv_cache;
+  const float* rope_table;
   const int32_t* block_table;
   int table_stride;
   const int32_t* rows;
@@ -144,9 +146,17 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
       }
       const int32_t* blocks = a.block_table + static_cast<int64_t>(row) * a.table_stride;
       const PagedHead<T, head_dim> kv(a.kv_cache, blocks, a.num_kv_heads, kv_head, a.block_size);
-      const T* q = a.q + part.seq * a.q_stride + kv_head * group_dims + group_head * head_dim;
+      const T* qkv = a.qkv + static_cast<int64_t>(part.seq) * (a.group_heads + 2) * a.num_kv_heads * head_dim;
+      const T* keys = qkv + a.num_kv_heads * group_dims;
+      NewToken<T> token;
+      token.q = qkv + kv_head * group_dims + group_head * head_dim;
+      token.key = keys + kv_head * head_dim;
+      token.value = keys + (a.num_kv_heads + kv_head) * head_dim;
+      token.num_heads = num_heads;
+      token.angles = a.rope_table + static_cast<int64_t>(length - 1) * head_dim;
+      token.cache = group == 0 ? a.kv_cache + (kv.cache - a.kv_cache) : nullptr;
       Softmax<head_dim> softmax;
-      attend<T, head_dim>(softmax, ring, kv, q, num_heads, {first + warp, num_warps, end, length}, a.scale);
+      attend<T, head_dim>(softmax, ring, kv, token, {first + warp, num_warps, end, length}, a.scale);
 
       const int64_t slot = static_cast<int64_t>(number) * a.num_kv_heads + kv_head;
       store_part<T, head_dim>(softmax, reinterpret_cast<float*>(shared), part.count == 1, out,
@@ -189,7 +199,7 @@ int choose_warps(int64_t pairs) {
 
 }  // namespace
 
-cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const void* kv_cache,
+cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
                              const int32_t* block_table, int table_stride, const int32_t* rows,
                              const int32_t* context_lens, float* workspace, int32_t* counters, int num_seqs,
                              int num_heads, int num_kv_heads, int head_dim, int block_size, int num_splits,
@@ -198,9 +208,9 @@ cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const v
   if (!divisible || num_seqs < 0 || num_splits <= 0) return cudaErrorInvalidValue;
   const int64_t pairs = static_cast<int64_t>(num_seqs) * num_kv_heads * ceil_div(num_heads / num_kv_heads, kHeads);
   const int64_t block_elements = static_cast<int64_t>(num_kv_heads) * 2 * block_size * head_dim;
-  const bool supported = block_size > 0 && block_elements <= INT32_MAX && table_stride >= 0 && q_stride % 8 == 0 &&
-                         pairs <= INT32_MAX / 2 / num_splits && is_aligned16(out) && is_aligned16(q) &&
-                         is_aligned16(kv_cache) && is_aligned16(workspace);
+  const bool supported = block_size > 0 && block_elements <= INT32_MAX && table_stride >= 0 &&
+                         pairs <= INT32_MAX / 2 / num_splits && is_aligned16(out) && is_aligned16(qkv) &&
+                         is_aligned16(kv_cache) && is_aligned16(rope_table) && is_aligned16(workspace);
   if (!supported) return cudaErrorInvalidValue;
   return dispatch_dtype(dtype, [&](auto type) {
     return dispatch_head_dim(head_dim, [&](auto dim) {
@@ -210,7 +220,7 @@ cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const v
       const int even_parts = num_splits / 2;
       const PartRule rule{even_parts, num_splits - 1, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile};
       const Arguments<T> arguments{
-          static_cast<T*>(out), static_cast<const T*>(q), q_stride, static_cast<const T*>(kv_cache), block_table,
+          static_cast<T*>(out), static_cast<const T*>(qkv), static_cast<T*>(kv_cache), rope_table, block_table,
           table_stride, rows, context_lens, workspace, counters, num_seqs, num_kv_heads, num_heads / num_kv_heads,
           block_size, rule, scale * kLog2E};
       // One CTA per part that equal contexts have, KV head, and 8 query heads.

@@ -37,6 +37,9 @@ struct Cache {
     return call.fits_int("number of heads", width / head_dim);
   }
 
+  // The width of k and v together.
+  int64_t kv_width() const { return 2 * static_cast<int64_t>(num_kv_heads) * head_dim; }
+
   int num_kv_heads, block_size, head_dim;
 };
 
@@ -85,9 +88,8 @@ void rope_store_op(const Tensor& qkv, const Tensor& kv_cache, const Tensor& rope
   call.check("slots", slots, kInt, {positions.size(0)});
   call.check("rope_table", rope_table, kFloat, {-1, cache.head_dim});
   call.check("qkv", qkv, qkv.scalar_type(), {positions.size(0), -1});
-  const int64_t kv_width = 2 * static_cast<int64_t>(cache.num_kv_heads) * cache.head_dim;
-  call.require(qkv.size(1) > kv_width, "width of qkv", "must exceed that of k and v", qkv.size(1));
-  const int num_heads = cache.query_heads(call, qkv.size(1) - kv_width);
+  call.require(qkv.size(1) > cache.kv_width(), "width of qkv", "must exceed that of k and v", qkv.size(1));
+  const int num_heads = cache.query_heads(call, qkv.size(1) - cache.kv_width());
   if (qkv.numel() == 0) return;
   call.launched(rope_store(qkv.data_ptr(), kv_cache.data_ptr(), floats(rope_table), ints(positions), ints(slots),
                            call.fits_int("tokens", qkv.size(0)), num_heads, cache.num_kv_heads, cache.head_dim,
@@ -187,27 +189,27 @@ void decode_inputs_op(const Tensor& token_ids, const Tensor& positions, const Te
                               call.stream()));
 }
 
-void attention_decode_op(const Tensor& out, const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
-                         const Tensor& rows, const Tensor& context_lens, const Tensor& workspace,
-                         const Tensor& counters, int64_t num_splits, double scale) {
+void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_cache, const Tensor& rope_table,
+                         const Tensor& block_table, const Tensor& rows, const Tensor& context_lens,
+                         const Tensor& workspace, const Tensor& counters, int64_t num_splits, double scale) {
   Call call("attention_decode", out);
-  const Dtype dtype = call.activation("q", q);
-  const Cache cache(call, kv_cache, q.scalar_type());
+  const Dtype dtype = call.activation("qkv", qkv);
+  const Cache cache(call, kv_cache, qkv.scalar_type());
   call.check("rows", rows, kInt, {-1});
   const int64_t num_seqs = rows.size(0);
   call.check("context_lens", context_lens, kInt, {num_seqs});
   call.check("block_table", block_table, kInt, {-1, -1});
-  call.check("out", out, q.scalar_type(), {num_seqs, -1});
-  call.check_rows("q", q, q.scalar_type(), out.size(1));
-  call.require(q.size(0) == num_seqs, "q", "must have as many rows as out", q.size(0));
+  call.check("rope_table", rope_table, kFloat, {-1, cache.head_dim});
+  call.check("out", out, qkv.scalar_type(), {num_seqs, -1});
+  call.check("qkv", qkv, qkv.scalar_type(), {num_seqs, out.size(1) + cache.kv_width()});
   call.require(num_splits > 0, "num_splits", "must be positive", num_splits);
   const int num_heads = cache.query_heads(call, out.size(1));
   call.check_scratch("workspace", workspace, kFloat, num_seqs * num_heads * num_splits * (cache.head_dim + 2));
   call.check_scratch("counters", counters, kInt, num_seqs * cache.num_kv_heads + 1);
   if (num_seqs == 0) return;
-  call.launched(attention_decode(out.data_ptr(), q.data_ptr(), q.stride(0), kv_cache.data_ptr(), ints(block_table),
-                                 call.fits_int("width of block_table", block_table.size(1)), ints(rows),
-                                 ints(context_lens), floats(workspace), ints(counters),
+  call.launched(attention_decode(out.data_ptr(), qkv.data_ptr(), kv_cache.data_ptr(), floats(rope_table),
+                                 ints(block_table), call.fits_int("width of block_table", block_table.size(1)),
+                                 ints(rows), ints(context_lens), floats(workspace), ints(counters),
                                  call.fits_int("sequences", num_seqs), num_heads, cache.num_kv_heads, cache.head_dim,
                                  cache.block_size, call.fits_int("num_splits", num_splits), static_cast<float>(scale),
                                  dtype, call.stream()));

@@ -46,11 +46,15 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-// ---- 16-byte accesses; the address is a multiple of 16 ----
+// ---- 16-byte and 4-byte accesses; the address is a multiple of their size ----
 
 __device__ __forceinline__ uint4 load16(const void* address) { return *static_cast<const uint4*>(address); }
 
 __device__ __forceinline__ void store16(void* address, uint4 value) { *static_cast<uint4*>(address) = value; }
+
+__device__ __forceinline__ uint32_t load4(const void* address) { return *static_cast<const uint32_t*>(address); }
+
+__device__ __forceinline__ void store4(void* address, uint32_t value) { *static_cast<uint32_t*>(address) = value; }
 
 // For weights, which are read once per kernel: does not displace anything in L1.
 __device__ __forceinline__ uint4 load16_streaming(const void* address) {

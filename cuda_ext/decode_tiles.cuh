@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.cuh"
+#include "rope.cuh"
 
 namespace tinyvllm {
 
@@ -35,7 +36,7 @@ struct Softmax {
   float values[head_dim / 16][4] = {};    // [dim, head] as mma results
 };
 
-// The tiles first, first + step ... below `end` of a context of `length` tokens.
+// The tiles first, first + step ... below `end` of a context of `length` tokens, of which the cache holds all but one.
 struct Tiles {
   int first;
   int step;
@@ -43,10 +44,71 @@ struct Tiles {
   int length;
 };
 
+// The newest token as the layer's linear gives it: the query heads of this CTA, and the KV head that they share.
+template <typename T>
+struct NewToken {
+  const T* q;      // [num_heads, D], not rotated
+  const T* key;    // [D], not rotated
+  const T* value;  // [D]
+  int num_heads;
+  const float* angles;  // of its position: D / 2 cosines, D / 2 sines
+  T* cache;             // of the KV head, as PagedHead has it, to store K and V in; null: another CTA does
+};
+
+__device__ __forceinline__ float2 load_pair(const float* address) { return *reinterpret_cast<const float2*>(address); }
+
+// K, rotated, and V of the newest token in a warp's registers: each lane has 2 elements of the first half of K or V, and
+// the 2 that lie D / 2 further, head_dim / 64 times.
+template <typename T, int head_dim>
+class NewestRow {
+ public:
+  __device__ __forceinline__ void load(const NewToken<T>& token) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const T* source = (is_value(i) ? token.value : token.key) + element(i);
+      first_[i] = load4(source);
+      second_[i] = load4(source + head_dim / 2);
+      const float* angles = token.angles + element(i);
+      if (!is_value(i)) rotate2<T>(first_[i], second_[i], load_pair(angles), load_pair(angles + head_dim / 2));
+    }
+  }
+
+  // Into rows of the cache.
+  __device__ __forceinline__ void store(T* key, T* value) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      T* target = (is_value(i) ? value : key) + element(i);
+      store4(target, first_[i]);
+      store4(target + head_dim / 2, second_[i]);
+    }
+  }
+
+  // Into a row of a tile.
+  __device__ __forceinline__ void store(T* keys, T* values, int row) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      T* target = (is_value(i) ? values : keys) + element(i) % 8;
+      store4(target + swizzled<head_dim>(row, element(i) / 8), first_[i]);
+      store4(target + swizzled<head_dim>(row, element(i) / 8 + head_dim / 16), second_[i]);
+    }
+  }
+
+ private:
+  static constexpr int count = head_dim / 64;
+  static constexpr int words = head_dim / 4;  // of half a head
+
+  static __device__ __forceinline__ int item(int i) { return i * kWarpSize + threadIdx.x % kWarpSize; }
+  static __device__ __forceinline__ bool is_value(int i) { return item(i) >= words; }
+  static __device__ __forceinline__ int element(int i) { return item(i) % words * 2; }
+
+  uint32_t first_[count];
+  uint32_t second_[count];
+};
+
 // Adds the warp's tiles. The calls up to the first query are made before the previous kernel has ended.
 template <typename T, int head_dim>
-__device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, const T* q,
-                       int num_heads, const Tiles& tiles, float scale) {
+__device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, const NewToken<T>& token,
+                       const Tiles& tiles, float scale) {
   constexpr int stage_elements = 2 * kTile * head_dim;
   constexpr int row_chunks = head_dim / 8;
   const int lane = threadIdx.x % kWarpSize;
@@ -57,17 +119,19 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
   const bool in_blocks = kv.block_size % kTile == 0;  // a tile is contiguous in memory
   const int lane_row = in_blocks ? 0 : lane % kTile;
   const unsigned reciprocal = ceil_div(1u << 31, static_cast<unsigned>(kv.block_size));
-  // Where the tile begins, or else its row lane % 16. Past the end it is the last token, which is then not read.
-  const auto look_up = [&](int tile) {
-    const int position = min(tile * kTile + lane_row, tiles.length - 1);
+  const auto find = [&](int position) {
     const int column = __umulhi(2 * position + 1, reciprocal);  // position / block_size, if their product is below 2^30
     return Place{__ldcg(kv.blocks + column), position - column * kv.block_size};
   };
+  // Where the tile begins, or else its row lane % 16. Past the end it is the newest token, which is not read.
+  const int newest = tiles.length - 1;
+  const auto look_up = [&](int tile) { return find(min(tile * kTile + lane_row, newest)); };
+  const auto offset_of = [&](const Place& place) { return place.block * kv.block_stride + place.offset * head_dim; };
   const auto copy_tile = [&](int stage, int tile, const Place& place) {
     T* keys = ring + stage * stage_elements;
     T* values = keys + kTile * head_dim;
-    const int valid_rows = tile < tiles.end ? tiles.length - tile * kTile : 0;
-    const T* key = kv.cache + (place.block * kv.block_stride + place.offset * head_dim);
+    const int valid_rows = tile < tiles.end ? newest - tile * kTile : 0;
+    const T* key = kv.cache + offset_of(place);
     if (in_blocks) {
       constexpr int rows = kWarpSize / row_chunks;  // that the warp copies at a time
       const T* source = key + lane * 8;
@@ -89,10 +153,22 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
   for (int i = 0; i < kStages; ++i) places[i] = look_up(tiles.first + i * tiles.step);
   Place next = look_up(tiles.first + kStages * tiles.step);
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    const int tile = tiles.first + i * tiles.step;
-    if ((tile + 1) * kTile >= tiles.length) wait_for_previous_kernel();  // which wrote the newest token
-    copy_tile(i, tile, places[i]);
+  for (int i = 0; i < kStages; ++i) copy_tile(i, tiles.first + i * tiles.step, places[i]);
+
+  const int newest_tile = newest / kTile;
+  const bool has_newest = tiles.first <= newest_tile && newest_tile < tiles.end &&
+                          (newest_tile - tiles.first) % tiles.step == 0;
+  const Place newest_place = has_newest ? find(newest) : Place{};
+  float2 cosines[head_dim / 32][2];
+  float2 sines[head_dim / 32][2];
+#pragma unroll
+  for (int k = 0; k < head_dim / 32; ++k) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* angles = token.angles + k * 16 + i * 8 + 2 * (lane % 4);
+      cosines[k][i] = load_pair(angles);
+      sines[k][i] = load_pair(angles + head_dim / 2);
+    }
   }
   wait_for_previous_kernel();
 
@@ -101,8 +177,23 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
   for (int k = 0; k < head_dim / 16; ++k) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const T* source = q + (lane / 4) * head_dim + k * 16 + i * 8 + 2 * (lane % 4);
-      query[k][i] = lane / 4 < num_heads ? *reinterpret_cast<const uint32_t*>(source) : 0;
+      const T* source = token.q + (lane / 4) * head_dim + k * 16 + i * 8 + 2 * (lane % 4);
+      query[k][i] = lane / 4 < token.num_heads ? load4(source) : 0;
+    }
+  }
+  NewestRow<T, head_dim> row;
+  if (has_newest) {
+    row.load(token);
+    if (token.cache != nullptr) {
+      T* key = token.cache + offset_of(newest_place);
+      row.store(key, key + kv.block_size * head_dim);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < head_dim / 32; ++k) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      rotate2<T>(query[k][i], query[k + head_dim / 32][i], cosines[k][i], sines[k][i]);
     }
   }
 
@@ -110,8 +201,12 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
   for (int tile = tiles.first; tile < tiles.end; tile += tiles.step) {
     copy_wait<kStages - 1>();
     __syncwarp();
-    const T* keys = ring + stage * stage_elements;
-    const T* values = keys + kTile * head_dim;
+    T* keys = ring + stage * stage_elements;
+    T* values = keys + kTile * head_dim;
+    if (tile == newest_tile) {
+      row.store(keys, values, newest % kTile);
+      __syncwarp();
+    }
     float scores[4] = {};  // [token, head]: K as the left operand, the queries as the right one
 #pragma unroll
     for (int k = 0; k < head_dim / 16; ++k) {

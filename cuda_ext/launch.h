@@ -8,7 +8,7 @@
 //   kv_cache     [num_blocks, num_kv_heads, 2 (K then V), block_size, head_dim], one layer
 //   block_table  int32 [max_num_seqs, table_stride]; entry [row, p / block_size] is the block of position p
 //   rows         int32 [num_seqs], the block-table row of each sequence; -1 is padding (produces no store, no token)
-//   slots        int32 [num_tokens], block * block_size + offset; -1 is padding (K and V are not stored)
+//   slots        int32 [num_tokens], block * block_size + offset; -1: K and V are not stored
 //   context_lens int32 [num_seqs], tokens in the cache including those of this step; 0 is padding (output is zero)
 //   rope_table   float [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines
 //   qkv          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows hold q heads, k heads, v heads
@@ -35,6 +35,7 @@ cudaError_t add_rms_norm(void* out, void* residual, const void* x, const void* w
                          int hidden_size, float eps, Dtype dtype, cudaStream_t stream);
 
 // Rotates q in place inside qkv (halves i and i + head_dim/2, the Hugging Face layout); writes rotated k and v to the cache.
+// A token with slot -1 is left alone.
 cudaError_t rope_store(void* qkv, void* kv_cache, const float* rope_table, const int32_t* positions,
                        const int32_t* slots, int num_tokens, int num_heads, int num_kv_heads, int head_dim,
                        int block_size, Dtype dtype, cudaStream_t stream);
@@ -74,16 +75,17 @@ cudaError_t decode_inputs(int32_t* token_ids, int32_t* positions, int32_t* slots
                           const int32_t* block_table, int table_stride, int block_size, int num_seqs,
                           cudaStream_t stream);
 
-// One query token per sequence. q: rows of q_stride elements, the first num_heads * head_dim are used.
+// One query token per sequence, at position context_lens - 1. qkv as the linear gives it: q and k are rotated as by
+// rope_store and K and V stored in the cache, but qkv stays as it is.
 // out [num_seqs, num_heads * head_dim]. workspace: float [num_seqs * num_heads * num_splits * (head_dim + 2)];
 // int32 counters [num_seqs * num_kv_heads + 1], zero before the first launch and left zero by each.
 // num_splits: 1 never splits a context; 2 n + 1 splits long contexts of nearly equal length in n parts, uneven ones in 2 n
 // on average, and none if they are short.
-// In a captured graph it reads rows, context_lens, block_table, and K and V but the last 16 positions, before the kernel
+// In a captured graph it reads rows, context_lens, block_table, and K and V of all earlier positions, before the kernel
 // ahead of it has ended. They must be there before the graph starts, or come from a kernel that has ended before any
 // kernel behind `embedding` starts, as decode_inputs has: embedding lets the next one start only after its own wait, and
 // no kernel starts before the one ahead of it has.
-cudaError_t attention_decode(void* out, const void* q, int64_t q_stride, const void* kv_cache,
+cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
                              const int32_t* block_table, int table_stride, const int32_t* rows,
                              const int32_t* context_lens, float* workspace, int32_t* counters, int num_seqs,
                              int num_heads, int num_kv_heads, int head_dim, int block_size, int num_splits,

@@ -2,13 +2,20 @@
 // qkv [T, (Q + 2K) D]; kv_cache [B, K, 2, block_size, D]; rope_table float [*, D]: D/2 cosines, then D/2 sines.
 // Grid: one CTA per token; a thread takes 8 elements of a head's first half and the 8 that go with them in the second.
 // Traffic: 4 T (Q + 2K) D bytes (each element read and written); bound by latency at decode, by bandwidth at prefill.
-// Limits: bf16 or fp16; head_dim 64 or 128; a token with slot -1 stores no k and v.
-#include "common.cuh"
+// Limits: bf16 or fp16; head_dim 64 or 128; a token with slot -1 is left as it is.
+#include "rope.cuh"
 
 namespace tinyvllm {
 namespace {
 
 constexpr int kMaxThreads = 256;
+
+template <typename T>
+__device__ __forceinline__ void rotate4(uint32_t& first, uint32_t& next, uint32_t& second, uint32_t& next_second,
+                                        float4 cosines, float4 sines) {
+  rotate2<T>(first, second, make_float2(cosines.x, cosines.y), make_float2(sines.x, sines.y));
+  rotate2<T>(next, next_second, make_float2(cosines.z, cosines.w), make_float2(sines.z, sines.w));
+}
 
 template <typename T, int kHeadDim>
 __global__ __launch_bounds__(kMaxThreads) void rope_store_kernel(T* qkv, T* kv_cache, const float* rope_table,
@@ -21,6 +28,7 @@ __global__ __launch_bounds__(kMaxThreads) void rope_store_kernel(T* qkv, T* kv_c
   const int token = blockIdx.x;
   const int slot = slots[token];
   const float* angles = rope_table + static_cast<int64_t>(positions[token]) * kHeadDim;
+  if (slot < 0) return;
   const int all_heads = num_heads + 2 * num_kv_heads;
   const int block = slot / block_size;
   const int offset = slot % block_size;
@@ -31,7 +39,6 @@ __global__ __launch_bounds__(kMaxThreads) void rope_store_kernel(T* qkv, T* kv_c
     T* source = qkv + (static_cast<int64_t>(token) * all_heads + head) * kHeadDim + element;
     T* target = source;
     if (head >= num_heads) {
-      if (slot < 0) continue;
       const int is_value = head >= num_heads + num_kv_heads;
       const int kv_head = head - num_heads - is_value * num_kv_heads;
       const int64_t half_block = (static_cast<int64_t>(block) * num_kv_heads + kv_head) * 2 + is_value;
@@ -40,24 +47,10 @@ __global__ __launch_bounds__(kMaxThreads) void rope_store_kernel(T* qkv, T* kv_c
     uint4 first = load16(source);
     uint4 second = load16(source + kHalf);
     if (head < num_heads + num_kv_heads) {
-      float a[8], b[8];
-      unpack8<T>(first, a);
-      unpack8<T>(second, b);
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        const float4 cosine = *reinterpret_cast<const float4*>(angles + element + i);
-        const float4 sine = *reinterpret_cast<const float4*>(angles + kHalf + element + i);
-        const float c[4] = {cosine.x, cosine.y, cosine.z, cosine.w};
-        const float s[4] = {sine.x, sine.y, sine.z, sine.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float rotated = a[i + j] * c[j] - b[i + j] * s[j];
-          b[i + j] = b[i + j] * c[j] + a[i + j] * s[j];
-          a[i + j] = rotated;
-        }
-      }
-      first = pack8<T>(a);
-      second = pack8<T>(b);
+      const float4* cosines = reinterpret_cast<const float4*>(angles + element);
+      const float4* sines = reinterpret_cast<const float4*>(angles + kHalf + element);
+      rotate4<T>(first.x, first.y, second.x, second.y, cosines[0], sines[0]);
+      rotate4<T>(first.z, first.w, second.z, second.w, cosines[1], sines[1]);
     }
     store16(target, first);
     store16(target + kHalf, second);

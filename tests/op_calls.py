@@ -79,11 +79,10 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             {"table_stride": WIDTH, "block_size": BS, "num_seqs": S},
         ),
         "attention_decode": (
-            {"out": new(S, Q * D, dtype=act), "q": qkv[:S, : Q * D], "kv_cache": cache, **sequences}
+            {"out": new(S, Q * D, dtype=act), "qkv": qkv[:S], "kv_cache": cache, **sequences}
             | {"workspace": new(S * Q * SPLITS * (D + 2), dtype=F32), "counters": new(S * K + 1)}
-            | {"num_splits": SPLITS, "scale": 0.125},
-            {"q_stride": width, "table_stride": WIDTH, "num_seqs": S, **cache_sizes}
-            | {"num_splits": SPLITS, "scale": 0.125},
+            | {"rope_table": new(99, D, dtype=F32), "num_splits": SPLITS, "scale": 0.125},
+            {"table_stride": WIDTH, "num_seqs": S, **cache_sizes} | {"num_splits": SPLITS, "scale": 0.125},
         ),
         "attention_prefill": (
             {"out": new(T, Q * D, dtype=act), "q": qkv[:, : Q * D], "kv_cache": cache, **sequences}

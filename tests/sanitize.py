@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import test_decode_step as d
 import test_ops as t
+import test_ops_decode as o
 import test_ops_linear as lin
 import test_ops_sampling as s
 
@@ -13,7 +14,7 @@ from cuda_ext.build import load_extension
 
 def main() -> None:
     load_extension()
-    t.EDGES[:], t.REPEATS, t.LONG = [1, 17, 40, 300], 2, 1000
+    t.EDGES[:], t.REPEATS, t.LONG, o.LONG = [1, 17, 40, 300], 2, 1000, 1000
     t.test_embedding("cuda", 7)
     for hidden in (576, 2048):
         t.test_rms_norm("cuda", 7, hidden)
@@ -31,13 +32,13 @@ def main() -> None:
         lin.test_gated_linear_hopper("cuda", rows, 296, 264)
         lin.test_argmax_linear_hopper("cuda", rows, 301, 264)
     lin.test_gated_linear_wide("cuda", 300, 136, 264)
-    t.test_decode_inputs("cuda")
+    o.test_decode_inputs("cuda")
     for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):
-        t.test_attention_decode("cuda", num_heads, num_kv_heads, head_dim, 16)
+        o.test_attention_decode("cuda", num_heads, num_kv_heads, head_dim, 16)
         for block_size in (16, 32):  # the first is for the Hopper kernel, where there is one
             chunks = [(7, 7), (65, 64), (300, 17)]
             t.test_attention_prefill("cuda", num_heads, num_kv_heads, head_dim, block_size, chunks)
-    t.test_attention_decode_of_many("cuda", 80)
+    o.test_attention_decode_of_many("cuda", 80)
     s.test_sample_greedy("cuda", 4099)
     s.test_sample_padding_touches_nothing("cuda")
     for params in ({}, {"top_k": [40], "top_p": [0.9], "min_p": [0.02]}):

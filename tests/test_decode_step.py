@@ -156,8 +156,10 @@ class Step:
         seen: dict[tuple[str, int], Tensor] = {}
 
         def note(stage: str, layer: int) -> None:
-            if stage == "rope_store":
-                seen["qkv", layer] = buffers["qkv"][:, : config.num_heads * config.head_dim].clone()
+            if stage == "qkv":  # the fused step rotates queries and keys here
+                qkv = buffers["qkv"].clone()
+                ops.rope_store(qkv, cache[layer].clone(), buffers["rope_table"], i["positions"], i["slots"])
+                seen["qkv", layer] = qkv[:, : config.num_heads * config.head_dim]
             elif stage == "attention":
                 seen["attention", layer] = buffers["attention"].clone()
             elif stage == "mlp_norm":
@@ -168,7 +170,7 @@ class Step:
                 seen["hidden", (layer if layer > 0 else config.num_layers) - 1] = buffers["hidden"].clone()
 
         model = Llama(config, weights, buffers, cache, i["block_table"])
-        batch = Batch(i["token_ids"], i["positions"], i["slots"], i["rows"], i["context_lens"])
+        batch = Batch(i["token_ids"], i["rows"], i["context_lens"])
         return model.forward(batch, 1, note), cache, seen
 
 

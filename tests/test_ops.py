@@ -97,6 +97,15 @@ def test_add_rms_norm(device: str, num_tokens: int, hidden: int) -> None:
         check(out, norm64(total, weight, 1e-5), functional.rms_norm(total, (hidden,), weight, 1e-5))
 
 
+def rotated(qkv: Tensor, table: Tensor, positions: Tensor, num_kv_heads: int) -> Tensor:
+    """The heads [T, *, D] of qkv [T, * D], those of q and k turned by the angles of their positions, at qkv's dtype."""
+    heads = qkv.unflatten(-1, (-1, table.size(1)))
+    cos, sin = table[positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, -1)
+    first, second = heads[:, :-num_kv_heads].chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((turned, heads[:, -num_kv_heads:]), 1)
+
+
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (9, 3, 64), (32, 8, 128), (7, 1, 64)])
 @pytest.mark.parametrize("block_size", [16, 8])
@@ -112,20 +121,14 @@ def test_rope_store(
         slots = torch.randperm(num_blocks * block_size, generator=g)[:num_tokens].int()
         slots[num_tokens // 3] = -1
         cache = poisoned(num_blocks, num_kv_heads, 2, block_size, head_dim, dtype=dtype, device=device)
-
-        def rotated(work: Tensor, qkv: Tensor = qkv, table: Tensor = table, positions: Tensor = positions) -> Tensor:
-            heads = work.view(num_tokens, -1, head_dim)
-            cos, sin = table[positions.long()].to(work.dtype).unsqueeze(1).chunk(2, -1)
-            first, second = heads.chunk(2, -1)
-            turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-            return torch.cat((turned[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]), 1)
-
-        exact, plain = rotated(qkv.double().cpu()), rotated(qkv.cpu())
+        exact, plain = (rotated(x, table, positions, num_kv_heads) for x in (qkv.double().cpu(), qkv.cpu()))
+        kept = slots >= 0
+        for heads in (exact, plain):
+            heads[~kept] = qkv[~kept.to(device)].to(heads).view(-1, *heads.shape[1:])  # left alone
         ops.rope_store(qkv, cache, table.to(device), positions.to(device), slots.to(device))
         q = qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
         check(q, exact[:, :num_heads], plain[:, :num_heads])
         cache, stored = cache.cpu(), torch.zeros(num_blocks, block_size, dtype=torch.bool)
-        kept = slots >= 0
         block, offset = slots[kept].long() // block_size, slots[kept].long() % block_size
         stored[block, offset] = True
         if kept.any():
@@ -170,22 +173,6 @@ def test_linear_to_logits(device: str, rows: int) -> None:
             check(out, x.double().cpu() @ weight.double().cpu().t(), functional.linear(x, weight))
 
 
-def test_decode_inputs(device: str) -> None:
-    block_table = torch.arange(40, dtype=torch.int32).view(4, 10).flip(0)
-    rows = torch.tensor([2, -1, 0, 3, -1], dtype=torch.int32)
-    next_positions = torch.tensor([17, 5, 0, 79, -1], dtype=torch.int32)
-    last_tokens = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
-    outs = [torch.full((5,), 77, dtype=torch.int32, device=device) for _ in range(4)]
-    after = next_positions.to(device)
-    ops.decode_inputs(*outs, after, last_tokens.to(device), rows.to(device), block_table.to(device), 8)
-    token_ids, positions, slots, context_lens = (t.tolist() for t in outs)
-    assert token_ids == [12, 0, 10, 13, 0]
-    assert positions == [17, 0, 0, 79, 0]
-    assert slots == [12 * 8 + 1, -1, 30 * 8, 9 * 8 + 7, -1]
-    assert context_lens == [18, 0, 1, 80, 0]
-    assert after.tolist() == [18, 5, 1, 80, -1]
-
-
 def paged(
     g: torch.Generator, contexts: list[int], num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -221,65 +208,6 @@ def attention(q: Tensor, kv: Tensor, position: int, scale: float) -> Tensor:
 GQA = [(2, 2), (9, 3), (16, 4), (7, 1), (8, 1), (16, 1)]
 LONG = 4097 if torch.cuda.is_available() else 530
 EDGES = [1, 15, 16, 17, 33, 255, LONG]
-
-
-def check_attention_decode(
-    device: str,
-    contexts: list[int],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    sharpness: float = 1.0,
-) -> None:
-    scale = sharpness * head_dim**-0.5
-    for dtype, g in each_dtype(device):
-        cache, table, dense = paged(g, contexts, num_kv_heads, head_dim, block_size, dtype)
-        order = torch.randperm(len(contexts), generator=g).tolist()
-        rows = torch.tensor([*order, -1], dtype=torch.int32)
-        lens = torch.tensor([*(contexts[s] for s in order), 0], dtype=torch.int32)
-        qkv = randn(g, len(rows), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device)
-        q = qkv[:, : num_heads * head_dim]
-        inputs = [t.to(device) for t in (cache, table, rows, lens)]
-        heads = q.cpu().unflatten(-1, (num_heads, head_dim))
-        one = [(heads[i : i + 1], dense[s], contexts[s] - 1) for i, s in enumerate(order)]
-        exact = [attention(query.double(), kv.double(), position, scale).flatten() for query, kv, position in one]
-        plain = [attention(query, kv, position, scale).flatten() for query, kv, position in one]
-        for num_splits in (1, 2, 7, 64) if device == "cuda" else (1,):
-            size = len(rows) * num_heads * num_splits * (head_dim + 2)
-            workspace = poisoned(size, dtype=torch.float32, device=device)
-            counters = torch.zeros(len(rows) * num_kv_heads + 1, dtype=torch.int32, device=device)
-            outs = []
-            for _ in range(REPEATS if device == "cuda" else 2):
-                out = poisoned(len(rows), num_heads * head_dim, dtype=dtype, device=device)
-                ops.attention_decode(out, q, *inputs, workspace, counters, num_splits, scale)
-                outs.append(out)
-            assert all(torch.equal(out, outs[0]) for out in outs)
-            assert int(counters.abs().sum()) == 0
-            result = outs[0].cpu()
-            assert (result[-1] == 0).all()
-            for i in range(len(order)):
-                check(result[i], exact[i], plain[i])
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), GQA)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_attention_decode(device: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-    check_attention_decode(device, EDGES, num_heads, num_kv_heads, head_dim, block_size)
-
-
-@pytest.mark.parametrize("num_seqs", [20, 40, 80, 300])
-def test_attention_decode_of_many(device: str, num_seqs: int) -> None:
-    """Uneven batches: the more sequences, the fewer warps the kernel gives to each."""
-    contexts = [i % 50 + 1 if i % 13 else LONG // 4 + i for i in range(num_seqs)]
-    check_attention_decode(device, contexts, 8, 8, 64, 16)
-
-
-@pytest.mark.parametrize("contexts", [[8 * LONG], [31 * LONG + 1, 5], [LONG, LONG - 40, LONG + 3]])
-def test_attention_decode_of_long_contexts(device: str, contexts: list[int]) -> None:
-    """Up to 127,008 tokens on CUDA: parts of one context, of uneven ones, of equal ones; scores of a wide range."""
-    check_attention_decode(device, contexts, 4, 1, 64, 16, sharpness=5.0)
 
 
 CHUNKS = [  # (context, queries at its end)

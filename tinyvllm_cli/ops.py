@@ -28,8 +28,8 @@ SCHEMAS = {
     "Tensor rows) -> ()",
     "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) context_lens, "
     "Tensor(e!) next_positions, Tensor last_tokens, Tensor rows, Tensor block_table, int block_size) -> ()",
-    "attention_decode": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
-    "Tensor context_lens, Tensor(b!) workspace, Tensor(c!) counters, int num_splits, float scale) -> ()",
+    "attention_decode": "(Tensor(a!) out, Tensor qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor block_table, "
+    "Tensor rows, Tensor context_lens, Tensor(c!) workspace, Tensor(d!) counters, int num_splits, float scale) -> ()",
     "attention_prefill": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
     "Tensor query_start, Tensor context_lens, int max_query_len, float scale) -> ()",
     "sample": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor logits, Tensor rows, Tensor positions, "
@@ -97,7 +97,7 @@ def rope_store(qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, positions: Ten
 
     qkv [T, (Q + 2K) * D]: q heads, k heads, v heads; the k and v parts of qkv are unspecified afterwards. kv_cache [B,
     K, 2, block_size, D]; rope_table fp32 [max_position, D], cosines then sines; the rotation pairs elements i and i +
-    D/2 (Hugging Face layout). positions, slots int32 [T]; slot -1 stores nothing.
+    D/2 (Hugging Face layout). positions, slots int32 [T]; a token with slot -1 is left alone.
     """
     _ops.rope_store(qkv, kv_cache, rope_table, positions, slots)
 
@@ -231,18 +231,22 @@ def decode_inputs(
 
 
 def attention_decode(
-    out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, context_lens: Tensor,
-    workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
+    out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, rows: Tensor,
+    context_lens: Tensor, workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
 ) -> None:  # fmt: skip
-    """Attention of one query token per sequence over its cached context (PagedAttention, Kwon et al. 2023).
+    """Attention of one token per sequence over its context (PagedAttention, Kwon et al. 2023), `rope_store` included.
 
-    out [S, Q * D]; q [S, Q * D], any row stride; kv_cache [B, K, 2, block_size, D]; block_table int32 [max_num_seqs,
-    *]; rows, context_lens int32 [S], context length 0 gives a zero row. Uneven contexts are split in num_splits - 1
-    parts on average, nearly equal ones in half as many, whose results are merged in a fixed order (Flash-Decoding);
-    1 splits none. workspace fp32, at least S * Q * num_splits * (D + 2); counters int32, at least S * K + 1, zero
-    before and after. In a captured graph see `launch.h` for what its predecessors may write.
+    out [S, Q * D]; qkv [S, (Q + 2K) * D] as the linear gives it: q and k are rotated for position context_lens[s] - 1,
+    and K and V stored there, while qkv stays as it is. kv_cache [B, K, 2, block_size, D]; rope_table as in
+    `rope_store`; block_table int32 [max_num_seqs, *]; rows, context_lens int32 [S], context length 0 gives a zero row
+    and stores nothing. Uneven contexts are split in num_splits - 1 parts on average, nearly equal ones in half as many,
+    whose results are merged in a fixed order (Flash-Decoding); 1 splits none. workspace fp32, at least S * Q *
+    num_splits * (D + 2); counters int32, at least S * K + 1, zero before and after. In a captured graph see `launch.h`
+    for what its predecessors may write.
     """
-    _ops.attention_decode(out, q, kv_cache, block_table, rows, context_lens, workspace, counters, num_splits, scale)
+    _ops.attention_decode(
+        out, qkv, kv_cache, rope_table, block_table, rows, context_lens, workspace, counters, num_splits, scale
+    )
 
 
 def attention_prefill(

@@ -34,8 +34,23 @@ def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: 
 
 
 def rope_store(qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, positions: Tensor, slots: Tensor) -> None:
-    _, num_kv_heads, _, block_size, head_dim = kv_cache.shape
+    if int(slots.min()) < 0:
+        stored = (slots >= 0).nonzero().squeeze(1)
+        if len(stored):
+            some = qkv[stored]
+            rope_store(some, kv_cache, rope_table, positions[stored], slots[stored])
+            qkv[stored] = some
+        return
+    block_size, head_dim = kv_cache.shape[3:]
     heads = qkv.view(qkv.size(0), -1, head_dim)
+    _rotate_and_store(heads, kv_cache, rope_table, positions, slots // block_size, slots % block_size)
+
+
+def _rotate_and_store(
+    heads: Tensor, kv_cache: Tensor, rope_table: Tensor, positions: Tensor, blocks: Tensor, offsets: Tensor
+) -> None:
+    """heads [T, Q + 2K, D]: those of q and k are rotated in place, k and v stored at offsets in blocks of the cache."""
+    num_kv_heads = kv_cache.size(1)
     first, second = heads[:, :-num_kv_heads].chunk(2, dim=-1)  # of q and k
     cos, sin = rope_table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     a, b = first.float(), second.float()
@@ -43,10 +58,7 @@ def rope_store(qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, positions: Ten
     second.copy_((b * cos).addcmul_(a, sin))
     first.copy_(turned)
     key_value = heads[:, -2 * num_kv_heads :].unflatten(1, (2, num_kv_heads)).transpose(1, 2)
-    if int(slots.min()) < 0:
-        stored = (slots >= 0).nonzero().squeeze(1)
-        slots, key_value = slots[stored], key_value[stored]
-    kv_cache.permute(0, 3, 1, 2, 4)[slots // block_size, slots % block_size] = key_value
+    kv_cache.permute(0, 3, 1, 2, 4)[blocks, offsets] = key_value
 
 
 def silu_mul(out: Tensor, gate_up: Tensor) -> None:
@@ -113,26 +125,11 @@ def decode_inputs(
 
 
 def decode_step(
-    logits: Tensor,
-    sampled: Tensor,
-    last_tokens: Tensor,
-    next_positions: Tensor,
-    context_lens: Tensor,
-    kv_cache: Tensor,
-    workspace: Tensor,
-    embed: Tensor,
-    layers: list[Tensor],
-    final_norm: Tensor,
-    lm_head: Tensor,
-    rope_table: Tensor,
-    rows: Tensor,
-    block_table: Tensor,
-    eps: float,
-    scale: float,
-    greedy: bool,
-    num_stages: int = -1,
+    logits: Tensor, sampled: Tensor, last_tokens: Tensor, next_positions: Tensor, context_lens: Tensor,
+    kv_cache: Tensor, workspace: Tensor, embed: Tensor, layers: list[Tensor], final_norm: Tensor, lm_head: Tensor,
+    rope_table: Tensor, rows: Tensor, block_table: Tensor, eps: float, scale: float, greedy: bool, num_stages: int = -1,
     times: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
     decode_inputs(
         token_ids, positions, slots, context_lens, next_positions, last_tokens, rows, block_table, kv_cache.size(4)
@@ -142,10 +139,9 @@ def decode_step(
     for i in range(len(layers) // 6):
         attn_norm, qkv_weight, o_weight, mlp_norm, gate_up_weight, down_weight = layers[6 * i : 6 * i + 6]
         qkv = _linear(_normed(hidden, attn_norm, eps), qkv_weight)
-        rope_store(qkv, kv_cache[i], rope_table, positions, slots)
-        q = qkv[:, : o_weight.size(1)]
-        attention = torch.empty_like(q)
-        attention_decode(attention, q, kv_cache[i], block_table, rows, context_lens, workspace, workspace, 1, scale)
+        attention = qkv.new_empty(len(rows), o_weight.size(1))
+        inputs = (qkv, kv_cache[i], rope_table, block_table, rows, context_lens)
+        attention_decode(attention, *inputs, workspace, workspace, 1, scale)
         hidden.add_(_linear(attention, o_weight))
         gate_up = _linear(_normed(hidden, mlp_norm, eps), gate_up_weight)
         activation = gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
@@ -169,35 +165,33 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention_decode(
-    out: Tensor,
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    workspace: Tensor,
-    counters: Tensor,
-    num_splits: int,
-    scale: float,
-) -> None:
-    num_kv_heads, head_dim = kv_cache.size(1), kv_cache.size(4)
-    queries = (q.float() * scale).unflatten(-1, (num_kv_heads, -1, head_dim))
+    out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, rows: Tensor,
+    context_lens: Tensor, workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
+) -> None:  # fmt: skip
+    lengths = context_lens.tolist()
+    if 0 in lengths:
+        out.zero_()
+        real = context_lens.nonzero().squeeze(1)
+        if len(real):
+            some, inputs = out[real], (qkv[real], kv_cache, rope_table, block_table, rows[real], context_lens[real])
+            attention_decode(some, *inputs, workspace, counters, num_splits, scale)
+            out[real] = some
+        return
+    num_kv_heads, _, block_size, head_dim = kv_cache.shape[1:]
+    heads = qkv.view(qkv.size(0), -1, head_dim).clone()
+    positions = context_lens - 1
+    blocks = block_table[rows, positions // block_size]
+    _rotate_and_store(heads, kv_cache, rope_table, positions, blocks, positions % block_size)
+    queries = (heads[:, : -2 * num_kv_heads].float() * scale).unflatten(1, (num_kv_heads, -1))
     outs = out.unflatten(-1, (num_kv_heads, -1, head_dim))
-    for i, (row, length) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
+    for i, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
         outs[i] = _attend(queries[i], kv_cache, block_table[row], length)
 
 
 def attention_prefill(
-    out: Tensor,
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-) -> None:
+    out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
+    context_lens: Tensor, max_query_len: int, scale: float,
+) -> None:  # fmt: skip
     num_heads = q.size(1) // kv_cache.size(4)
     starts, contexts = query_start.tolist(), context_lens.tolist()
     for s, row in enumerate(rows.tolist()):
@@ -228,7 +222,7 @@ def _attend(query: Tensor, kv_cache: Tensor, blocks: Tensor, length: int) -> Ten
 
     Each group gives softmax(q k) v and the logarithm of its sum, and they are merged by these (Flash-Decoding). query
     [K, G, D], scaled: the query heads of each KV head; blocks int32 [*] of a sequence of `length` tokens. Returns [K,
-    G, D], fp32; zeros when length is 0.
+    G, D], fp32.
     """
     result, log_sum = None, None
     group = max(GROUP_TOKENS // kv_cache.size(3), 1) * kv_cache.size(3)
@@ -244,23 +238,14 @@ def _attend(query: Tensor, kv_cache: Tensor, blocks: Tensor, length: int) -> Ten
                 part_log_sum = both
             log_sum = part_log_sum
         result = part
-    return torch.zeros_like(query) if result is None else result
+    assert result is not None
+    return result
 
 
 def sample(
-    sampled: Tensor,
-    last_tokens: Tensor,
-    logits: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    workspace: Tensor,
-    counters: Tensor,
-) -> None:
+    sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tensor, positions: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, workspace: Tensor, counters: Tensor,
+) -> None:  # fmt: skip
     tokens = logits.argmax(dim=-1).int()
     for i, row in enumerate(rows.tolist()):
         if row < 0:

@@ -102,7 +102,7 @@ def measure_kernels(
                 yield _row(op, stage.samples, "decode", batch, context, ceiling)
         for length in prompts:
             bench = _Shapes(config, weights, tokens=length, num_seqs=1, context=length)
-            for op in (*bench.common(), bench.prefill()):
+            for op in (*bench.common(), *bench.prefill()):
                 yield _result(op, "prefill", length, length, config.num_layers, place, ceiling)
 
 
@@ -178,10 +178,6 @@ class _Shapes:
             lambda i: ops.add_rms_norm(self.normed, self.hidden, self.projection, w.layers[i].mlp_norm, c.rms_norm_eps),
         )  # fmt: skip
         yield self._linear("qkv", self.qkv, self.normed, [layer.qkv for layer in w.layers])
-        yield _Op(
-            "rope_store", "", 2 * self.qkv.nbytes, 0,
-            lambda i: ops.rope_store(self.qkv, self.cache[i], self.rope, self.positions, self.slots),
-        )  # fmt: skip
         yield self._linear("o", self.projection, self.attention, [layer.o for layer in w.layers])
         narrow, wide = ops.suits_hopper(self.normed), ops.suits_wide(self.normed, w.layers[0].gate_up)
         if narrow or wide:
@@ -199,26 +195,29 @@ class _Shapes:
     def decode(self) -> Iterator[_Op]:
         from tinyvllm_cli import ops
 
-        c = self.config
-        q, pairs = self.qkv[:, : c.num_heads * c.head_dim], self.num_seqs * self.context
+        c, pairs = self.config, self.num_seqs * self.context
         yield _Op(
             "attention_decode", "",
-            pairs * c.num_kv_heads * 2 * c.head_dim * self.itemsize + 2 * self.attention.nbytes,
+            pairs * c.num_kv_heads * 2 * c.head_dim * self.itemsize + self.qkv.nbytes + self.attention.nbytes,
             4 * pairs * c.num_heads * c.head_dim,
             lambda i: ops.attention_decode(
-                self.attention, q, self.cache[i], self.table, self.rows, self.lens, self.partials, self.counters,
-                self.splits, c.head_dim**-0.5,
+                self.attention, self.qkv, self.cache[i], self.rope, self.table, self.rows, self.lens, self.partials,
+                self.counters, self.splits, c.head_dim**-0.5,
             ),
         )  # fmt: skip
 
-    def prefill(self) -> _Op:
+    def prefill(self) -> Iterator[_Op]:
         from tinyvllm_cli import ops
 
         c, length = self.config, self.tokens // self.num_seqs
         q = self.qkv[:, : c.num_heads * c.head_dim]
         pairs = self.num_seqs * length * (self.context - length + (length + 1) / 2)
         cached = self.num_seqs * self.context * c.num_kv_heads * 2 * c.head_dim * self.itemsize
-        return _Op(
+        yield _Op(
+            "rope_store", "", 2 * self.qkv.nbytes, 0,
+            lambda i: ops.rope_store(self.qkv, self.cache[i], self.rope, self.positions, self.slots),
+        )  # fmt: skip
+        yield _Op(
             "attention_prefill", "", cached + 2 * self.attention.nbytes, 4 * pairs * c.num_heads * c.head_dim,
             lambda i: ops.attention_prefill(
                 self.attention, q, self.cache[i], self.table, self.rows, self.starts, self.lens, length,

@@ -48,7 +48,7 @@ class StepPlan:
     what changed in them; runners apply `row_updates` and `block_updates` before they compute.
 
     A row may begin behind its first token, in blocks that other rows have filled or fill in this very step: in each
-    layer, a runner stores all K and V of a step before it reads any.
+    layer, a runner stores all K and V of a step before a prefill reads any.
 
     Attributes:
         step: number of the plan, counted from 0.

@@ -21,7 +21,6 @@ STAGES = (
     "embedding",
     "attn_norm",
     "qkv",
-    "rope_store",
     "attention",
     "o",
     "mlp_norm",

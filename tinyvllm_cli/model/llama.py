@@ -24,25 +24,35 @@ op that is several stages counts as the last of them."""
 
 
 @dataclass(slots=True)
-class Batch:
-    """The device tensors of one step: T tokens of D sequences that decode, then of C chunks of prefill; all int32.
+class Chunks:
+    """The device tensors of C chunks of prefill in a step of T tokens; all int32.
 
-    token_ids, positions, slots [T]; rows and context lengths of either kind [D], [C]; query_start [C + 1], where the
-    tokens of each chunk begin; sample_tokens [R] indexes the tokens whose logits are wanted, None when they are all of
-    them; max_query_len is at least the longest chunk. All but sample_tokens may be padded: tokens have slot -1 then, no
-    chunk has them, and decodes have row -1 and length 0; what comes of them is unspecified. Chunks may take the place
-    of padded decodes.
+    positions, slots [T], of decodes too, whose slot is -1; rows, context lengths [C]; query_start [C + 1], where the
+    tokens of each chunk begin; max_query_len is at least the longest chunk.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor
+    lens: Tensor
+    query_start: Tensor
+    max_query_len: int
+
+
+@dataclass(slots=True)
+class Batch:
+    """The device tensors of one step: T tokens of D sequences that decode, then of chunks of prefill; all int32.
+
+    token_ids [T]; rows and context lengths of decodes [D]; sample_tokens [R] indexes the tokens whose logits are
+    wanted, None when they are all of them. All but sample_tokens may be padded: tokens have slot -1 then, no chunk has
+    them, and decodes have row -1 and length 0; what comes of them is unspecified. Chunks may take the place of padded
+    decodes.
     """
 
     token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
     decode_rows: Tensor
     decode_lens: Tensor
-    chunk_rows: Tensor | None = None
-    chunk_lens: Tensor | None = None
-    query_start: Tensor | None = None
-    max_query_len: int = 0
+    chunks: Chunks | None = None
     sample_tokens: Tensor | None = None
 
 
@@ -82,8 +92,6 @@ class Llama:
         for i, layer in enumerate(w.layers):
             self.ops.linear(qkv, normed, layer.qkv)
             done("qkv", i)
-            self.ops.rope_store(qkv, self.kv_cache[i], b["rope_table"], batch.positions, batch.slots)
-            done("rope_store", i)
             self.attend(attention, qkv, self.kv_cache[i], batch, num_splits)
             done("attention", i)
             self.ops.add_linear_norm(normed, hidden, projection, attention, layer.o, layer.mlp_norm, c.rms_norm_eps)
@@ -144,14 +152,16 @@ class Llama:
         return logits
 
     def attend(self, out: Tensor, qkv: Tensor, kv_cache: Tensor, batch: Batch, num_splits: int) -> None:
-        """Decoding rows by `attention_decode`; then the chunks by `attention_prefill`, also over zeros of padding."""
-        n = batch.decode_rows.size(0)
-        q = qkv[:, : self.config.num_heads * self.config.head_dim]
+        """RoPE, all K and V stored, then attention; what chunks write comes last, also over zeros of padded decodes."""
+        n, chunks, rope_table = batch.decode_rows.size(0), batch.chunks, self.buffers["rope_table"]
+        if chunks:
+            self.ops.rope_store(qkv, kv_cache, rope_table, chunks.positions, chunks.slots)
         if n:
             self.ops.attention_decode(
                 out[:n],
-                q[:n],
+                qkv[:n],
                 kv_cache,
+                rope_table,
                 self.block_table,
                 batch.decode_rows,
                 batch.decode_lens,
@@ -160,15 +170,15 @@ class Llama:
                 num_splits,
                 self.scale,
             )
-        if batch.chunk_rows is not None and batch.chunk_lens is not None and batch.query_start is not None:
+        if chunks:
             self.ops.attention_prefill(
                 out,
-                q,
+                qkv[:, : self.config.num_heads * self.config.head_dim],
                 kv_cache,
                 self.block_table,
-                batch.chunk_rows,
-                batch.query_start,
-                batch.chunk_lens,
-                batch.max_query_len,
+                chunks.rows,
+                chunks.query_start,
+                chunks.lens,
+                chunks.max_query_len,
                 self.scale,
             )

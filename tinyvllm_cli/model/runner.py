@@ -22,7 +22,7 @@ from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.memory import decode_step
 from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decode_splits
 from tinyvllm_cli.model.graphs import CudaCapture, StepGraphs, decode_bucket, padded_size, step_size
-from tinyvllm_cli.model.llama import Batch, Llama, StageHook
+from tinyvllm_cli.model.llama import Batch, Chunks, Llama, StageHook
 from tinyvllm_cli.model.rope import rope_table
 from tinyvllm_cli.model.sampling import SamplingState, require_numbers
 
@@ -218,6 +218,7 @@ class ModelRunner:
         """
         self.decoding = None
         n, exact = plan.num_decodes, step_size(plan)
+        chunk_slots = np.concatenate((np.full(n, -1, np.int32), plan.slots[n:]))
         padded = padded_size(exact, self.limits) if self.graphs and not self.hook else None
         tokens, decodes, chunks, longest = size = padded or exact
         samples = len(plan.sample_seqs)
@@ -227,7 +228,7 @@ class ModelRunner:
                 [
                     (plan.token_ids, tokens, 0),
                     (plan.positions, tokens, 0),
-                    (plan.slots, tokens, -1),
+                    (chunk_slots, tokens, -1),
                     (plan.rows[:n], decodes, -1),
                     (plan.context_lens[:n], decodes, 0),
                     (plan.rows[n:], chunks, -1),
@@ -241,10 +242,10 @@ class ModelRunner:
         )
         if n:
             torch.index_select(self.last_tokens, 0, rows[:n], out=token_ids[:n])
-        batch = Batch(token_ids, positions, slots, rows, context_lens)
+        batch = Batch(token_ids, rows, context_lens)
         if chunks:
-            batch.chunk_rows, batch.chunk_lens, batch.query_start = chunk_inputs
-            batch.max_query_len = longest
+            chunk_rows, chunk_lens, query_start = chunk_inputs
+            batch.chunks = Chunks(positions, slots, chunk_rows, chunk_lens, query_start, longest)
             batch.sample_tokens = sample_tokens
         num_splits = decode_splits(max(decodes, 1), self.config.num_kv_heads)
         if self.graphs and not self.hook and (padded or not n):
@@ -331,7 +332,7 @@ class ModelRunner:
                 self.block_table,
                 self.limits.block_size,
             )
-            batch = Batch(token_ids, positions, slots, rows, context_lens)
+            batch = Batch(token_ids, rows, context_lens)
             self.model.trunk(batch, decode_splits(bucket, self.config.num_kv_heads))
             if greedy:
                 self.model.greedy_tokens(sampled, self.last_tokens, rows)
