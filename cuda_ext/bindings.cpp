@@ -167,26 +167,18 @@ void argmax_linear_hopper_op(const Tensor& sampled, const Tensor& last_tokens, c
                                      call.fits_int("in features", x.size(1)), dtype, call.stream()));
 }
 
-void decode_inputs_op(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& context_lens,
-                      const Tensor& next_positions, const Tensor& last_tokens, const Tensor& rows,
-                      const Tensor& block_table, int64_t block_size) {
+void decode_inputs_op(const Tensor& token_ids, const Tensor& context_lens, const Tensor& next_positions,
+                      const Tensor& last_tokens, const Tensor& rows) {
   Call call("decode_inputs", token_ids);
   call.check("rows", rows, kInt, {-1});
   const int64_t num_seqs = rows.size(0);
   call.check("token_ids", token_ids, kInt, {num_seqs});
-  call.check("positions", positions, kInt, {num_seqs});
-  call.check("slots", slots, kInt, {num_seqs});
   call.check("context_lens", context_lens, kInt, {num_seqs});
   call.check("next_positions", next_positions, kInt, {num_seqs});
-  call.check("block_table", block_table, kInt, {-1, -1});
-  call.check("last_tokens", last_tokens, kInt, {block_table.size(0)});
-  call.require(block_size > 0, "block_size", "must be positive", block_size);
+  call.check("last_tokens", last_tokens, kInt, {-1});
   if (num_seqs == 0) return;
-  call.launched(decode_inputs(ints(token_ids), ints(positions), ints(slots), ints(context_lens), ints(next_positions),
-                              ints(last_tokens), ints(rows), ints(block_table),
-                              call.fits_int("width of block_table", block_table.size(1)),
-                              call.fits_int("block_size", block_size), call.fits_int("sequences", num_seqs),
-                              call.stream()));
+  call.launched(decode_inputs(ints(token_ids), ints(context_lens), ints(next_positions), ints(last_tokens), ints(rows),
+                              call.fits_int("sequences", num_seqs), call.stream()));
 }
 
 void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_cache, const Tensor& rope_table,

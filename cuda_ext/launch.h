@@ -68,12 +68,9 @@ cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t
                                  int in_features, Dtype dtype, cudaStream_t stream);
 
 // Start of a captured decode step, for each i < num_seqs with row = rows[i]: token_ids[i] = last_tokens[row];
-// p = next_positions[i]++; positions[i] = p; slots[i] = slot of p through block_table[row]; context_lens[i] = p + 1.
-// Padding (row -1): token 0, position 0, slot -1, context length 0, next_positions untouched.
-cudaError_t decode_inputs(int32_t* token_ids, int32_t* positions, int32_t* slots, int32_t* context_lens,
-                          int32_t* next_positions, const int32_t* last_tokens, const int32_t* rows,
-                          const int32_t* block_table, int table_stride, int block_size, int num_seqs,
-                          cudaStream_t stream);
+// context_lens[i] = ++next_positions[i]. Padding (row -1): token 0, context length 0, next_positions untouched.
+cudaError_t decode_inputs(int32_t* token_ids, int32_t* context_lens, int32_t* next_positions,
+                          const int32_t* last_tokens, const int32_t* rows, int num_seqs, cudaStream_t stream);
 
 // One query token per sequence, at position context_lens - 1. qkv as the linear gives it: q and k are rotated as by
 // rope_store and K and V stored in the cache, but qkv stays as it is.

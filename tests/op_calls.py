@@ -74,9 +74,9 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             {"num_rows": S, "out_features": V, "in_features": H, "dtype": dtype},
         ),
         "decode_inputs": (
-            {name: new(S) for name in ("token_ids", "positions", "slots", "context_lens", "next_positions")}
-            | {"last_tokens": new(MAX_SEQS), "rows": new(S), "block_table": new(MAX_SEQS, WIDTH), "block_size": BS},
-            {"table_stride": WIDTH, "block_size": BS, "num_seqs": S},
+            {name: new(S) for name in ("token_ids", "context_lens", "next_positions", "rows")}
+            | {"last_tokens": new(MAX_SEQS)},
+            {"num_seqs": S},
         ),
         "attention_decode": (
             {"out": new(S, Q * D, dtype=act), "qkv": qkv[:S], "kv_cache": cache, **sequences}

@@ -13,18 +13,14 @@ from tinyvllm_cli import ops
 
 
 def test_decode_inputs(device: str) -> None:
-    block_table = torch.arange(40, dtype=torch.int32).view(4, 10).flip(0)
     rows = torch.tensor([2, -1, 0, 3, -1], dtype=torch.int32)
     next_positions = torch.tensor([17, 5, 0, 79, -1], dtype=torch.int32)
     last_tokens = torch.tensor([10, 11, 12, 13], dtype=torch.int32)
-    outs = [torch.full((5,), 77, dtype=torch.int32, device=device) for _ in range(4)]
+    token_ids, context_lens = (torch.full((5,), 77, dtype=torch.int32, device=device) for _ in range(2))
     after = next_positions.to(device)
-    ops.decode_inputs(*outs, after, last_tokens.to(device), rows.to(device), block_table.to(device), 8)
-    token_ids, positions, slots, context_lens = (t.tolist() for t in outs)
-    assert token_ids == [12, 0, 10, 13, 0]
-    assert positions == [17, 0, 0, 79, 0]
-    assert slots == [12 * 8 + 1, -1, 30 * 8, 9 * 8 + 7, -1]
-    assert context_lens == [18, 0, 1, 80, 0]
+    ops.decode_inputs(token_ids, context_lens, after, last_tokens.to(device), rows.to(device))
+    assert token_ids.tolist() == [12, 0, 10, 13, 0]
+    assert context_lens.tolist() == [18, 0, 1, 80, 0]
     assert after.tolist() == [18, 5, 1, 80, -1]
 
 

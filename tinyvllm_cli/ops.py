@@ -26,8 +26,8 @@ SCHEMAS = {
     "gated_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "argmax_linear_hopper": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor(c!) ranks, Tensor x, Tensor weight, "
     "Tensor rows) -> ()",
-    "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) context_lens, "
-    "Tensor(e!) next_positions, Tensor last_tokens, Tensor rows, Tensor block_table, int block_size) -> ()",
+    "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) context_lens, Tensor(c!) next_positions, Tensor last_tokens, "
+    "Tensor rows) -> ()",
     "attention_decode": "(Tensor(a!) out, Tensor qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor block_table, "
     "Tensor rows, Tensor context_lens, Tensor(c!) workspace, Tensor(d!) counters, int num_splits, float scale) -> ()",
     "attention_prefill": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
@@ -215,19 +215,14 @@ def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> Non
 
 
 def decode_inputs(
-    token_ids: Tensor, positions: Tensor, slots: Tensor, context_lens: Tensor, next_positions: Tensor,
-    last_tokens: Tensor, rows: Tensor, block_table: Tensor, block_size: int,
-) -> None:  # fmt: skip
+    token_ids: Tensor, context_lens: Tensor, next_positions: Tensor, last_tokens: Tensor, rows: Tensor
+) -> None:
     """Makes the inputs of a decode step from the state on the device, and advances `next_positions`.
 
-    For each i with row = rows[i]: token_ids[i] = last_tokens[row]; p = next_positions[i]++; positions[i] = p; slots[i]
-    = block_table[row, p // block_size] * block_size + p % block_size; context_lens[i] = p + 1. Padding (row -1) gives
-    token 0, position 0, slot -1, context length 0. All int32; block_table [max_num_seqs, blocks per sequence],
-    last_tokens [max_num_seqs], the others [S].
+    For each i with row = rows[i]: token_ids[i] = last_tokens[row]; context_lens[i] = ++next_positions[i]. Padding (row
+    -1) gives token 0 and context length 0. All int32; last_tokens [max_num_seqs], the others [S].
     """
-    _ops.decode_inputs(
-        token_ids, positions, slots, context_lens, next_positions, last_tokens, rows, block_table, block_size
-    )
+    _ops.decode_inputs(token_ids, context_lens, next_positions, last_tokens, rows)
 
 
 def attention_decode(

@@ -110,18 +110,12 @@ def _take_best(sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tenso
 
 
 def decode_inputs(
-    token_ids: Tensor, positions: Tensor, slots: Tensor, context_lens: Tensor, next_positions: Tensor,
-    last_tokens: Tensor, rows: Tensor, block_table: Tensor, block_size: int,
-) -> None:  # fmt: skip
+    token_ids: Tensor, context_lens: Tensor, next_positions: Tensor, last_tokens: Tensor, rows: Tensor
+) -> None:
     real = rows >= 0
-    row = torch.where(real, rows, 0)
-    position = torch.where(real, next_positions, 0)
-    block = block_table[row, position // block_size]
-    token_ids.copy_(torch.where(real, last_tokens[row], 0))
-    positions.copy_(position)
-    slots.copy_(torch.where(real, block * block_size + position % block_size, -1))
-    context_lens.copy_(torch.where(real, position + 1, 0))
+    token_ids.copy_(torch.where(real, last_tokens[torch.where(real, rows, 0)], 0))
     next_positions.add_(real.int())
+    context_lens.copy_(torch.where(real, next_positions, 0))
 
 
 def decode_step(
@@ -130,10 +124,8 @@ def decode_step(
     rope_table: Tensor, rows: Tensor, block_table: Tensor, eps: float, scale: float, greedy: bool, num_stages: int = -1,
     times: Tensor | None = None,
 ) -> None:  # fmt: skip
-    token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
-    decode_inputs(
-        token_ids, positions, slots, context_lens, next_positions, last_tokens, rows, block_table, kv_cache.size(4)
-    )
+    token_ids = torch.empty_like(rows)
+    decode_inputs(token_ids, context_lens, next_positions, last_tokens, rows)
     hidden = embed.new_empty(rows.size(0), embed.size(1))
     embedding(hidden, embed, token_ids)
     for i in range(len(layers) // 6):

@@ -203,7 +203,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
                "what the stages of the fused decode step pass on", ALWAYS),
         Buffer("step_inputs", (3 * t + 8 * s + 64,), "int32", "3T + 8S + 64",
                "token ids, positions, slots, rows, lengths of a step", ALWAYS),
-        Buffer("decode_state", (8, padded), "int32", "8 x ceil(S / 64) x 64",
+        Buffer("decode_state", (6, padded), "int32", "6 x ceil(S / 64) x 64",
                "rows, positions and tokens of a captured decode step", ALWAYS),
         Buffer("sampling_params", (10, padded), "int32", "10 x ceil(S / 64) x 64",
                "temperature, top-k, top-p, min-p, penalties, seed per row", ALWAYS),

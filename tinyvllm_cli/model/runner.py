@@ -98,8 +98,7 @@ class ModelRunner:
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
         self.params = SamplingState(self.buffers["sampling_params"], self.buffers["token_counts"])
         state = self.buffers["decode_state"].zero_()[:, : limits.max_num_seqs]
-        self.decode_rows, self.next_positions, self.token_ids, self.positions = state[:4]
-        self.slots, self.context_lens, self.last_tokens, self.sampled = state[4:]
+        self.decode_rows, self.next_positions, self.token_ids, self.context_lens, self.last_tokens, self.sampled = state
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
         if self.stream:  # weights and buffers were filled on the current stream
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -320,18 +319,8 @@ class ModelRunner:
             state = {"rows": rows, "context_lens": context_lens, "next_positions": next_positions}
             logits = self.model.decode(state | {"sampled": sampled, "last_tokens": self.last_tokens}, greedy)
         else:
-            token_ids, positions, slots = self.token_ids[:bucket], self.positions[:bucket], self.slots[:bucket]
-            ops.decode_inputs(
-                token_ids,
-                positions,
-                slots,
-                context_lens,
-                next_positions,
-                self.last_tokens,
-                rows,
-                self.block_table,
-                self.limits.block_size,
-            )
+            token_ids = self.token_ids[:bucket]
+            ops.decode_inputs(token_ids, context_lens, next_positions, self.last_tokens, rows)
             batch = Batch(token_ids, rows, context_lens)
             self.model.trunk(batch, decode_splits(bucket, self.config.num_kv_heads))
             if greedy:
