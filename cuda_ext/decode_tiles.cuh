@@ -112,29 +112,31 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
   constexpr int stage_elements = 2 * kTile * head_dim;
   constexpr int row_chunks = head_dim / 8;
   const int lane = threadIdx.x % kWarpSize;
-  struct Place {
-    int32_t block;
-    int offset;
-  };
   const bool in_blocks = kv.block_size % kTile == 0;  // a tile is contiguous in memory
-  const int lane_row = in_blocks ? 0 : lane % kTile;
-  const unsigned reciprocal = ceil_div(1u << 31, static_cast<unsigned>(kv.block_size));
-  const auto find = [&](int position) {
-    const int column = __umulhi(2 * position + 1, reciprocal);  // position / block_size, if their product is below 2^30
-    return Place{__ldcg(kv.blocks + column), position - column * kv.block_size};
-  };
-  // Where the tile begins, or else its row lane % 16. Past the end it is the newest token, which is not read.
   const int newest = tiles.length - 1;
-  const auto look_up = [&](int tile) { return find(min(tile * kTile + lane_row, newest)); };
-  const auto offset_of = [&](const Place& place) { return place.block * kv.block_stride + place.offset * head_dim; };
-  const auto copy_tile = [&](int stage, int tile, const Place& place) {
+  const unsigned reciprocal = ceil_div(1u << 31, static_cast<unsigned>(kv.block_size));
+  const auto column_of = [&](int position) {  // position / block_size, if their product is below 2^30
+    return static_cast<int>(__umulhi(2 * position + 1, reciprocal));
+  };
+  const auto offset_of = [&](int32_t block, int position) {
+    return block * kv.block_stride + (position - column_of(position) * kv.block_size) * head_dim;
+  };
+  // Lane i gets the block of the warp's tile index + i; past the end that of the newest token, which is not read.
+  const auto look_up = [&](int index) {
+    const int position = min((tiles.first + (index + lane) * tiles.step) * kTile, newest);
+    return __ldcg(kv.blocks + column_of(position));
+  };
+  int32_t blocks = look_up(0);
+  int32_t next_blocks = 0;
+  const auto copy_tile = [&](int stage, int index) {
     T* keys = ring + stage * stage_elements;
     T* values = keys + kTile * head_dim;
+    const int tile = tiles.first + index * tiles.step;
     const int valid_rows = tile < tiles.end ? newest - tile * kTile : 0;
-    const T* key = kv.cache + offset_of(place);
     if (in_blocks) {
       constexpr int rows = kWarpSize / row_chunks;  // that the warp copies at a time
-      const T* source = key + lane * 8;
+      const int32_t block = __shfl_sync(kAllLanes, blocks, index % kWarpSize);
+      const T* source = kv.cache + offset_of(block, tile * kTile) + lane * 8;
       const T* value_source = source + kv.block_size * head_dim;
 #pragma unroll
       for (int i = 0; i < kTile / rows; ++i) {
@@ -144,21 +146,19 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
         copy16_async(values + target, value_source + i * kWarpSize * 8, row < valid_rows);
       }
     } else {
+      const int position = min(tile * kTile + lane % kTile, newest);
+      const T* key = kv.cache + offset_of(__ldcg(kv.blocks + column_of(position)), position);
       kv.template copy_rows<kTile>(keys, values, 0, key, valid_rows);
     }
     copy_commit();
   };
-  Place places[kStages];
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) places[i] = look_up(tiles.first + i * tiles.step);
-  Place next = look_up(tiles.first + kStages * tiles.step);
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) copy_tile(i, tiles.first + i * tiles.step, places[i]);
+  for (int i = 0; i < kStages; ++i) copy_tile(i, i);
 
   const int newest_tile = newest / kTile;
   const bool has_newest = tiles.first <= newest_tile && newest_tile < tiles.end &&
                           (newest_tile - tiles.first) % tiles.step == 0;
-  const Place newest_place = has_newest ? find(newest) : Place{};
+  const int32_t newest_block = has_newest ? __ldcg(kv.blocks + column_of(newest)) : 0;
   float2 cosines[head_dim / 32][2];
   float2 sines[head_dim / 32][2];
 #pragma unroll
@@ -185,7 +185,7 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
   if (has_newest) {
     row.load(token);
     if (token.cache != nullptr) {
-      T* key = token.cache + offset_of(newest_place);
+      T* key = token.cache + offset_of(newest_block, newest);
       row.store(key, key + kv.block_size * head_dim);
     }
   }
@@ -198,6 +198,7 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
   }
 
   int stage = 0;
+  int ahead = kStages;  // index of the tile to be copied next
   for (int tile = tiles.first; tile < tiles.end; tile += tiles.step) {
     copy_wait<kStages - 1>();
     __syncwarp();
@@ -221,8 +222,9 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
                                values + swizzled<head_dim>(lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
     }
     __syncwarp();  // all lanes have read the stage
-    copy_tile(stage, tile + kStages * tiles.step, next);
-    next = look_up(tile + (kStages + 1) * tiles.step);
+    if (ahead % kWarpSize == kWarpSize / 2) next_blocks = look_up(ahead + kWarpSize / 2);
+    if (ahead % kWarpSize == 0) blocks = next_blocks;
+    copy_tile(stage, ahead++);
     stage = stage + 1 == kStages ? 0 : stage + 1;
 
 #pragma unroll
