@@ -8,24 +8,12 @@
 // Limits: bf16, fp16; D 64 or 128; any Q / K; any block size, its product with a position below 2^30;
 //   2 * S * K * ceil(Q / K / 8) * num_splits below 2^31, S * max(1, num_splits / 2) at most 65,535.
 //
-// Before it waits for the previous kernel it reads rows, context_lens, the block table, and K and V of all tokens but the
-// newest: see launch.h for what that asks of its predecessors. All of these go past L1.
+// Before it waits for the previous kernel it reads parts, the block table, and K and V of all tokens but the newest: see launch.h for what that asks of its predecessors. All of these go past L1.
 #include "decode_parts.cuh"
 #include "decode_tiles.cuh"
 
 namespace tinyvllm {
 namespace {
-
-constexpr int kWholeTiles = 6;  // per warp: a merge costs about as much
-
-template <int head_dim>
-constexpr int kSmWarps = 1024 / head_dim;  // their rings fill an SM's shared memory
-
-template <int head_dim>
-constexpr int kMaxWarps = kSmWarps<head_dim> / 2;  // of a CTA: room for the kernels before and after it
-
-template <int head_dim>
-constexpr int kRingBytes = kStages * 2 * kTile * head_dim * 2;  // of a warp; more than store_part needs
 
 template <typename T>
 struct Arguments {
@@ -35,15 +23,14 @@ struct Arguments {
   const float* rope_table;
   const int32_t* block_table;
   int table_stride;
-  const int32_t* rows;
-  const int32_t* context_lens;
+  const Part* parts;
   float* workspace;
   int32_t* counters;
   int num_seqs;
   int num_kv_heads;
   int group_heads;  // query heads per KV head
   int block_size;
-  PartRule rule;
+  int max_parts;  // of all contexts together
   float scale;  // for scores in base 2
 };
 
@@ -114,7 +101,7 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
   int* shared_item = reinterpret_cast<int*>(shared) + num_warps * kRingBytes<head_dim> / 4;
   const int groups = ceil_div(a.group_heads, kHeads);
   const int group_dims = a.group_heads * head_dim;
-  const int64_t num_slots = static_cast<int64_t>(a.num_seqs) * a.num_kv_heads * (a.rule.max_parts + 1);
+  const int64_t num_slots = static_cast<int64_t>(a.max_parts) * a.num_kv_heads;
   float* slot_values = a.workspace;                                                     // [num_slots, group_dims]
   float2* slot_stats = reinterpret_cast<float2*>(slot_values + num_slots * group_dims);  // [num_slots, group_heads]
   allow_next_kernel();
@@ -125,10 +112,9 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
   while (true) {
     const int group_head = group * kHeads;
     const int num_heads = min(kHeads, a.group_heads - group_head);
-    const Part part = find_part(a.context_lens, a.num_seqs, a.rule, number);
-    if (number >= part.total) break;
-    const int row = __ldcg(a.rows + part.seq);
-    const int length = row < 0 ? 0 : __ldcg(a.context_lens + part.seq);
+    const Part part = load_part(a.parts, number);
+    if (part.count == 0) break;
+    const int length = part.length;
     T* group_out = a.out + (static_cast<int64_t>(part.seq) * a.num_kv_heads + kv_head) * group_dims;
     T* out = group_out + group_head * head_dim;
     if (length == 0) {
@@ -136,15 +122,7 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
       const uint4 zeros = make_uint4(0, 0, 0, 0);
       for (int i = threadIdx.x; i < num_heads * head_dim / 8; i += blockDim.x) store16(out + i * 8, zeros);
     } else {
-      int first = 0;
-      int end = ceil_div(length, kTile);
-      if (part.count > 1) {
-        const int share = end / part.count;
-        const int remainder = end % part.count;
-        first = part.index * share + min(part.index, remainder);
-        end = first + share + (part.index < remainder ? 1 : 0);
-      }
-      const int32_t* blocks = a.block_table + static_cast<int64_t>(row) * a.table_stride;
+      const int32_t* blocks = a.block_table + static_cast<int64_t>(part.row) * a.table_stride;
       const PagedHead<T, head_dim> kv(a.kv_cache, blocks, a.num_kv_heads, kv_head, a.block_size);
       const T* qkv = a.qkv + static_cast<int64_t>(part.seq) * (a.group_heads + 2) * a.num_kv_heads * head_dim;
       const T* keys = qkv + a.num_kv_heads * group_dims;
@@ -156,7 +134,7 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
       token.angles = a.rope_table + static_cast<int64_t>(length - 1) * head_dim;
       token.cache = group == 0 ? a.kv_cache + (kv.cache - a.kv_cache) : nullptr;
       Softmax<head_dim> softmax;
-      attend<T, head_dim>(softmax, ring, kv, token, {first + warp, num_warps, end, length}, a.scale);
+      attend<T, head_dim>(softmax, ring, kv, token, {part.first + warp, num_warps, part.end, length}, a.scale);
 
       const int64_t slot = static_cast<int64_t>(number) * a.num_kv_heads + kv_head;
       store_part<T, head_dim>(softmax, reinterpret_cast<float*>(shared), part.count == 1, out,
@@ -173,61 +151,40 @@ __global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head
     const int heads = a.num_kv_heads * groups;
     const int item = take_item(a.counters + a.num_seqs * a.num_kv_heads, (part.total - gridDim.z) * heads, shared_item);
     number = gridDim.z + item / heads;
+    if (number >= part.total) break;
     group = item / a.num_kv_heads % groups;
     kv_head = item % a.num_kv_heads;
   }
   wait_for_previous_kernel();  // also without work
 }
 
-template <int head_dim>
-size_t shared_bytes(int num_warps) {
-  return num_warps * kRingBytes<head_dim> + 16;  // the last for take_item
-}
-
-// Warps of a CTA: as many as let one CTA for each of `pairs` be resident at once, if that is possible.
-template <int head_dim>
-int choose_warps(int64_t pairs) {
-  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, 1);
-  const size_t max_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 * 1024);
-  int num_warps = kMaxWarps<head_dim>;
-  while (num_warps > 1 &&
-         (pairs * num_warps > num_sms * kSmWarps<head_dim> || shared_bytes<head_dim>(num_warps) > max_bytes)) {
-    num_warps /= 2;
-  }
-  return num_warps;
-}
-
 }  // namespace
 
 cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
-                             const int32_t* block_table, int table_stride, const int32_t* rows,
-                             const int32_t* context_lens, float* workspace, int32_t* counters, int num_seqs,
-                             int num_heads, int num_kv_heads, int head_dim, int block_size, int num_splits,
-                             float scale, Dtype dtype, cudaStream_t stream) {
+                             const int32_t* block_table, int table_stride, const int32_t* parts, float* workspace,
+                             int32_t* counters, int num_seqs, int num_heads, int num_kv_heads, int head_dim,
+                             int block_size, int num_splits, float scale, Dtype dtype, cudaStream_t stream) {
   const bool divisible = num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0;
   if (!divisible || num_seqs < 0 || num_splits <= 0) return cudaErrorInvalidValue;
   const int64_t pairs = static_cast<int64_t>(num_seqs) * num_kv_heads * ceil_div(num_heads / num_kv_heads, kHeads);
   const int64_t block_elements = static_cast<int64_t>(num_kv_heads) * 2 * block_size * head_dim;
   const bool supported = block_size > 0 && block_elements <= INT32_MAX && table_stride >= 0 &&
                          pairs <= INT32_MAX / 2 / num_splits && is_aligned16(out) && is_aligned16(qkv) &&
-                         is_aligned16(kv_cache) && is_aligned16(rope_table) && is_aligned16(workspace);
+                         is_aligned16(kv_cache) && is_aligned16(rope_table) && is_aligned16(parts) &&
+                         is_aligned16(workspace);
   if (!supported) return cudaErrorInvalidValue;
   return dispatch_dtype(dtype, [&](auto type) {
     return dispatch_head_dim(head_dim, [&](auto dim) {
       using T = typename decltype(type)::type;
       if (num_seqs == 0) return cudaSuccess;
-      const int num_warps = choose_warps<dim()>(pairs);
-      const int even_parts = num_splits / 2;
-      const PartRule rule{even_parts, num_splits - 1, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile};
+      const DecodeShape shape = choose_decode_shape<dim()>(num_seqs, num_heads, num_kv_heads, num_splits);
       const Arguments<T> arguments{
           static_cast<T*>(out), static_cast<const T*>(qkv), static_cast<T*>(kv_cache), rope_table, block_table,
-          table_stride, rows, context_lens, workspace, counters, num_seqs, num_kv_heads, num_heads / num_kv_heads,
-          block_size, rule, scale * kLog2E};
-      // One CTA per part that equal contexts have, KV head, and 8 query heads.
-      const dim3 grid(num_kv_heads, ceil_div(num_heads / num_kv_heads, kHeads),
-                      num_seqs * (even_parts > 0 ? even_parts : 1));
-      return launch(attention_decode_kernel<T, dim()>, grid, num_warps * kWarpSize, shared_bytes<dim()>(num_warps),
-                    stream, arguments);
+          table_stride, reinterpret_cast<const Part*>(parts), workspace, counters, num_seqs, num_kv_heads,
+          num_heads / num_kv_heads, block_size, num_seqs * num_splits, scale * kLog2E};
+      const dim3 grid(num_kv_heads, shape.groups, shape.first_parts);
+      return launch(attention_decode_kernel<T, dim()>, grid, shape.num_warps * kWarpSize,
+                    decode_shared_bytes<dim()>(shape.num_warps), stream, arguments);
     });
   });
 }

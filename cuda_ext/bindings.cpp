@@ -15,6 +15,7 @@ namespace {
 constexpr auto kInt = ScalarType::Int;
 constexpr auto kLong = ScalarType::Long;
 constexpr auto kFloat = ScalarType::Float;
+constexpr int kPartInts = 8;  // of a part of decode attention
 
 int32_t* ints(const Tensor& t) { return static_cast<int32_t*>(t.data_ptr()); }
 float* floats(const Tensor& t) { return static_cast<float*>(t.data_ptr()); }
@@ -181,30 +182,43 @@ void decode_inputs_op(const Tensor& token_ids, const Tensor& context_lens, const
                               call.fits_int("sequences", num_seqs), call.stream()));
 }
 
+void decode_parts_op(const Tensor& parts, const Tensor& rows, const Tensor& context_lens, int64_t num_heads,
+                     int64_t num_kv_heads, int64_t head_dim, int64_t num_splits) {
+  Call call("decode_parts", parts);
+  call.check("rows", rows, kInt, {-1});
+  call.check("context_lens", context_lens, kInt, {rows.size(0)});
+  call.require(num_splits > 0, "num_splits", "must be positive", num_splits);
+  call.check_scratch("parts", parts, kInt, rows.size(0) * num_splits * kPartInts);
+  if (rows.numel() == 0) return;
+  call.launched(decode_parts(ints(parts), ints(rows), ints(context_lens), call.fits_int("sequences", rows.size(0)),
+                             call.fits_int("num_heads", num_heads), call.fits_int("num_kv_heads", num_kv_heads),
+                             call.fits_int("head_dim", head_dim), call.fits_int("num_splits", num_splits),
+                             call.stream()));
+}
+
 void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_cache, const Tensor& rope_table,
-                         const Tensor& block_table, const Tensor& rows, const Tensor& context_lens,
-                         const Tensor& workspace, const Tensor& counters, int64_t num_splits, double scale) {
+                         const Tensor& block_table, const Tensor& parts, const Tensor& workspace,
+                         const Tensor& counters, int64_t num_splits, double scale) {
   Call call("attention_decode", out);
   const Dtype dtype = call.activation("qkv", qkv);
   const Cache cache(call, kv_cache, qkv.scalar_type());
-  call.check("rows", rows, kInt, {-1});
-  const int64_t num_seqs = rows.size(0);
-  call.check("context_lens", context_lens, kInt, {num_seqs});
   call.check("block_table", block_table, kInt, {-1, -1});
   call.check("rope_table", rope_table, kFloat, {-1, cache.head_dim});
-  call.check("out", out, qkv.scalar_type(), {num_seqs, -1});
+  call.check("out", out, qkv.scalar_type(), {-1, -1});
+  const int64_t num_seqs = out.size(0);
   call.check("qkv", qkv, qkv.scalar_type(), {num_seqs, out.size(1) + cache.kv_width()});
   call.require(num_splits > 0, "num_splits", "must be positive", num_splits);
   const int num_heads = cache.query_heads(call, out.size(1));
+  call.check_scratch("parts", parts, kInt, num_seqs * num_splits * kPartInts);
   call.check_scratch("workspace", workspace, kFloat, num_seqs * num_heads * num_splits * (cache.head_dim + 2));
   call.check_scratch("counters", counters, kInt, num_seqs * cache.num_kv_heads + 1);
   if (num_seqs == 0) return;
   call.launched(attention_decode(out.data_ptr(), qkv.data_ptr(), kv_cache.data_ptr(), floats(rope_table),
                                  ints(block_table), call.fits_int("width of block_table", block_table.size(1)),
-                                 ints(rows), ints(context_lens), floats(workspace), ints(counters),
-                                 call.fits_int("sequences", num_seqs), num_heads, cache.num_kv_heads, cache.head_dim,
-                                 cache.block_size, call.fits_int("num_splits", num_splits), static_cast<float>(scale),
-                                 dtype, call.stream()));
+                                 ints(parts), floats(workspace), ints(counters), call.fits_int("sequences", num_seqs),
+                                 num_heads, cache.num_kv_heads, cache.head_dim, cache.block_size,
+                                 call.fits_int("num_splits", num_splits), static_cast<float>(scale), dtype,
+                                 call.stream()));
 }
 
 void attention_prefill_op(const Tensor& out, const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
@@ -314,6 +328,7 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("gated_linear_wide", tinyvllm::gated_linear_wide_op);
   m.impl("argmax_linear_hopper", tinyvllm::argmax_linear_hopper_op);
   m.impl("decode_inputs", tinyvllm::decode_inputs_op);
+  m.impl("decode_parts", tinyvllm::decode_parts_op);
   m.impl("attention_decode", tinyvllm::attention_decode_op);
   m.impl("attention_prefill", tinyvllm::attention_prefill_op);
   m.impl("sample", tinyvllm::sample_op);

@@ -1,99 +1,17 @@
-// How attention_decode cuts the contexts of a batch into parts of about equal length, counted on the device, how its CTAs
-// take them (the first gridDim.x by number, what uneven contexts have beyond from a queue), and how parts are merged.
+// How the CTAs of attention_decode take the parts that decode_parts has made of a batch's contexts (the first by number,
+// what uneven contexts have beyond from a queue), and how the results of one context's parts are merged.
 #pragma once
 
 #include "attention.cuh"
+#include "decode_shape.cuh"
 
 namespace tinyvllm {
 
-constexpr float kEven = 1.25f;   // contexts are uneven if one is longer than this many times the mean,
-constexpr float kWhole = 2.25f;  // or than this many if each may stay whole: about as much as its warps read meanwhile
-
-// A part of a sequence's context: part `index` of `count`. Parts are numbered through all sequences up to `total`.
-struct Part {
-  int seq;
-  int index;
-  int count;
-  int total;
-};
-
-struct PartRule {
-  int even_parts;    // of each of nearly equal contexts, at most; 0: nothing is ever cut
-  int max_parts;     // of a mean context, if contexts are uneven
-  int whole_tokens;  // contexts up to this are never cut: merging would cost more
-  int min_tokens;    // of a part
-};
-
-// A context is cut into ceil(length / part_tokens) parts. If none is much longer than the mean, part_tokens is the mean /
-// even_parts and half a part's even_parts-th more, so that nearly equal contexts give even_parts each, or fewer where
-// parts would be so short that merging them costs more than it saves; else it is the mean / max_parts: the parts that the
-// queue holds fill the gaps that the first ones leave. So there are never more than num_seqs * (max_parts + 1). All lanes
-// of a warp call it and get the same result. It reads past L1, so that it may run before wait_for_previous_kernel().
-__device__ inline Part find_part(const int32_t* context_lens, int num_seqs, const PartRule& rule, int number) {
-  constexpr int held = 8;  // lengths in registers: enough for 256 sequences
-  if (rule.even_parts == 0) return {number, 0, 1, num_seqs};
-  const int lane = threadIdx.x % kWarpSize;
-  int lengths[held];  // of sequences lane, lane + 32 ...
-#pragma unroll
-  for (int i = 0; i < held; ++i) {
-    if (i * kWarpSize >= num_seqs) break;
-    lengths[i] = lane + i * kWarpSize < num_seqs ? __ldcg(context_lens + lane + i * kWarpSize) : 0;
-  }
-  const auto for_each_seq = [&](auto&& visit) {
-#pragma unroll
-    for (int i = 0; i < held; ++i) {
-      if (i * kWarpSize >= num_seqs) break;
-      if (lane + i * kWarpSize < num_seqs) visit(lane + i * kWarpSize, lengths[i]);
-    }
-    for (int seq = lane + held * kWarpSize; seq < num_seqs; seq += kWarpSize) visit(seq, __ldcg(context_lens + seq));
-  };
-
-  unsigned tokens = 0;
-  unsigned contexts = 0;
-  int longest = 0;
-  for_each_seq([&](int, int length) {
-    tokens += length;
-    contexts += length > 0 ? 1 : 0;
-    longest = max(longest, length);
-  });
-  tokens = __reduce_add_sync(kAllLanes, tokens);
-  contexts = __reduce_add_sync(kAllLanes, contexts);
-  longest = __reduce_max_sync(kAllLanes, longest);
-  const float mean = __fdividef(tokens, max(contexts, 1u));
-  if (rule.even_parts == 1 && longest <= kWhole * mean) return {number, 0, 1, num_seqs};
-  const bool even = longest <= kEven * mean;
-  const float shortest = fmaxf(rule.min_tokens + mean * (1.0f / 32.0f), 128.0f * contexts);
-  const float long_enough = fmaxf(floorf(__fdividef(mean, shortest)), 1.0f);
-  const float parts_wanted = even ? fminf(rule.even_parts, long_enough) : rule.max_parts;
-  float share = __fdividef(mean, parts_wanted);
-  if (even) share += __fdividef(0.5f * share, parts_wanted);
-  const int part_tokens = max(even ? 0 : rule.whole_tokens, static_cast<int>(ceilf(share)));
-  if (longest <= max(part_tokens, rule.whole_tokens)) return {number, 0, 1, num_seqs};
-  const float factor = 1.0f / part_tokens;
-  const auto parts_of = [&](int length) {
-    return length <= rule.whole_tokens ? 1 : static_cast<int>(ceilf(length * factor));
-  };
-
-  // The parts of all sequences of a lane come before those of the next lane.
-  int parts = 0;
-  for_each_seq([&](int, int length) { parts += parts_of(length); });
-  int end = parts;  // becomes the number of the first part after this lane's
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    const int below = __shfl_up_sync(kAllLanes, end, offset);
-    if (lane >= offset) end += below;
-  }
-  int first = end - parts;
-  const unsigned owner = __ballot_sync(kAllLanes, first <= number && number < end);
-  Part part{0, 0, 0, 0};
-  for_each_seq([&](int seq, int length) {
-    const int count = parts_of(length);
-    if (first <= number && number < first + count) part = {seq, number - first, count, 0};
-    first += count;
-  });
-  const int source = __ffs(static_cast<int>(owner)) - 1;  // any lane if there is no such part
-  return {__shfl_sync(kAllLanes, part.seq, source), __shfl_sync(kAllLanes, part.index, source),
-          __shfl_sync(kAllLanes, part.count, source), __shfl_sync(kAllLanes, end, kWarpSize - 1)};
+// Past L1, so that it may run before wait_for_previous_kernel().
+__device__ __forceinline__ Part load_part(const Part* parts, int number) {
+  const uint4* source = reinterpret_cast<const uint4*>(parts + number);
+  uint4 halves[2] = {__ldcg(source), __ldcg(source + 1)};
+  return *reinterpret_cast<const Part*>(halves);
 }
 
 // Takes the next of `total` items that no CTA has; the CTA goes on until it gets one that does not exist. The last of

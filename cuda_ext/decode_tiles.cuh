@@ -2,13 +2,11 @@
 #pragma once
 
 #include "attention.cuh"
+#include "decode_shape.cuh"
 #include "rope.cuh"
 
 namespace tinyvllm {
 
-constexpr int kTile = 16;   // tokens a warp takes at a time: the rows of an mma
-constexpr int kStages = 3;  // tiles in each warp's ring
-constexpr int kHeads = 8;   // query heads of a CTA: the columns of an mma
 constexpr float kSlack = 8.0f;  // how far, in powers of 2, scores may exceed the maximum in use (FlashAttention-4)
 
 // Over the 8 lanes that hold one column of an mma result.

@@ -72,21 +72,24 @@ cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t
 cudaError_t decode_inputs(int32_t* token_ids, int32_t* context_lens, int32_t* next_positions,
                           const int32_t* last_tokens, const int32_t* rows, int num_seqs, cudaStream_t stream);
 
-// One query token per sequence, at position context_lens - 1. qkv as the linear gives it: q and k are rotated as by
-// rope_store and K and V stored in the cache, but qkv stays as it is.
+// How attention_decode shares out its work over contexts of such lengths: parts int32 [num_seqs * num_splits, 8], as
+// decode_shape.cuh has them. num_splits: 1 never splits a context; 2 n + 1 splits long contexts of nearly equal length
+// in n parts, uneven ones in 2 n on average, and none if they are short.
+cudaError_t decode_parts(int32_t* parts, const int32_t* rows, const int32_t* context_lens, int num_seqs, int num_heads,
+                         int num_kv_heads, int head_dim, int num_splits, cudaStream_t stream);
+
+// One query token per sequence, at position context_lens - 1, by the parts that decode_parts made for the same sizes. qkv
+// as the linear gives it: q and k are rotated as by rope_store and K and V stored in the cache, but qkv stays as it is.
 // out [num_seqs, num_heads * head_dim]. workspace: float [num_seqs * num_heads * num_splits * (head_dim + 2)];
 // int32 counters [num_seqs * num_kv_heads + 1], zero before the first launch and left zero by each.
-// num_splits: 1 never splits a context; 2 n + 1 splits long contexts of nearly equal length in n parts, uneven ones in 2 n
-// on average, and none if they are short.
-// In a captured graph it reads rows, context_lens, block_table, and K and V of all earlier positions, before the kernel
-// ahead of it has ended. They must be there before the graph starts, or come from a kernel that has ended before any
-// kernel behind `embedding` starts, as decode_inputs has: embedding lets the next one start only after its own wait, and
-// no kernel starts before the one ahead of it has.
+// In a captured graph it reads parts, block_table, and K and V of all earlier positions, before the kernel ahead of it has
+// ended. They must be there before the graph starts, or come from a kernel that has ended before any kernel behind
+// `embedding` starts, as decode_parts has ahead of it: embedding lets the next one start only after its own wait, and no
+// kernel starts before the one ahead of it has.
 cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
-                             const int32_t* block_table, int table_stride, const int32_t* rows,
-                             const int32_t* context_lens, float* workspace, int32_t* counters, int num_seqs,
-                             int num_heads, int num_kv_heads, int head_dim, int block_size, int num_splits,
-                             float scale, Dtype dtype, cudaStream_t stream);
+                             const int32_t* block_table, int table_stride, const int32_t* parts, float* workspace,
+                             int32_t* counters, int num_seqs, int num_heads, int num_kv_heads, int head_dim,
+                             int block_size, int num_splits, float scale, Dtype dtype, cudaStream_t stream);
 
 // Chunks of queries with history. Sequence s owns query rows query_start[s] to query_start[s + 1]; its last query has
 // position context_lens[s] - 1. A query at position p attends to positions 0..p. max_query_len: the longest chunk.

@@ -78,8 +78,14 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             | {"last_tokens": new(MAX_SEQS)},
             {"num_seqs": S},
         ),
+        "decode_parts": (
+            {"parts": new(S * SPLITS, 8), "rows": new(S), "context_lens": new(S), "num_heads": Q, "num_kv_heads": K}
+            | {"head_dim": D, "num_splits": SPLITS},
+            {"num_seqs": S, "num_heads": Q, "num_kv_heads": K, "head_dim": D, "num_splits": SPLITS},
+        ),
         "attention_decode": (
-            {"out": new(S, Q * D, dtype=act), "qkv": qkv[:S], "kv_cache": cache, **sequences}
+            {"out": new(S, Q * D, dtype=act), "qkv": qkv[:S], "kv_cache": cache, "parts": new(S * SPLITS, 8)}
+            | {"block_table": new(MAX_SEQS, WIDTH)}
             | {"workspace": new(S * Q * SPLITS * (D + 2), dtype=F32), "counters": new(S * K + 1)}
             | {"rope_table": new(99, D, dtype=F32), "num_splits": SPLITS, "scale": 0.125},
             {"table_stride": WIDTH, "num_seqs": S, **cache_sizes} | {"num_splits": SPLITS, "scale": 0.125},

@@ -183,7 +183,7 @@ TENSORS = [
 @pytest.mark.parametrize(("op", "name"), TENSORS)
 def test_faulty_tensor_is_refused_by_name(recorder: Any, op: str, name: str, fault: str) -> None:
     arguments, _ = calls()[op]
-    scratch = name in {"workspace", "counters", "ranks"}
+    scratch = name in {"workspace", "counters", "ranks", "parts"}
     if fault == "deeper" and scratch:
         assert run(recorder, op, {**arguments, name: deeper(arguments[name])})
         return

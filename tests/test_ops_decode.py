@@ -24,6 +24,33 @@ def test_decode_inputs(device: str) -> None:
     assert after.tolist() == [18, 5, 1, 80, -1]
 
 
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 65])
+@pytest.mark.parametrize("lengths", [[1], [40000], [1030] * 9, [0, 5000, 0, 17, 300], [20 + i * i for i in range(300)]])
+def test_decode_parts(device: str, lengths: list[int], num_splits: int) -> None:
+    """The parts of each context follow each other from its first tile to its last; the CPU only tells of contexts."""
+    count, empty = len(lengths), [0, -1, 0, 0, 0, 0, 0]
+    rows = [-1 if length == 0 else 7 * i % 301 for i, length in enumerate(lengths)]
+    parts = torch.full((count * num_splits, 8), test_ops.BAD_BLOCK, dtype=torch.int32, device=device)
+    ops.decode_parts(
+        parts, *(torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, lengths)), 9, 3, 64, num_splits
+    )
+    if device == "cpu":
+        assert parts[:count, 1:3].tolist() == [list(pair) for pair in zip(rows, lengths, strict=True)]
+        return
+    table = parts.tolist()
+    total = table[0][-1]
+    assert count <= total <= count * num_splits
+    assert all(part == [*empty, total] for part in table[total : count * max(1, num_splits // 2)])
+    assert sorted({part[0] for part in table[:total]}) == list(range(count))
+    for seq, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        mine = [part for part in table[:total] if part[0] == seq]
+        ends = [part[4] for part in mine]
+        for index, (part, first) in enumerate(zip(mine, [0, *ends], strict=False)):
+            assert part == [seq, row, length, first, ends[index], index, len(mine), total]
+        assert ends[-1] == -(-length // 16)
+        assert ends == sorted(ends)
+
+
 def check_attention_decode(
     device: str,
     contexts: list[int],
@@ -47,7 +74,7 @@ def check_attention_decode(
         slots[:-1] = blocks * block_size + positions[:-1] % block_size
         newest = (blocks, positions[:-1].long() % block_size)
         cache.permute(0, 3, 1, 2, 4)[newest] = math.nan  # to be stored, and never read
-        inputs = [t.to(device) for t in (angles, table, rows, lens)]
+        inputs, sequences = ([t.to(device) for t in some] for some in ((angles, table), (rows, lens)))
         copy, stored = qkv.clone(), cache.to(device, copy=True)
         ops.rope_store(copy, stored, inputs[0], positions.to(device), slots.to(device))
         heads = copy[:, : num_heads * head_dim].cpu().unflatten(-1, (num_heads, head_dim))
@@ -57,13 +84,15 @@ def check_attention_decode(
         exact = [attention(query.double(), kv.double(), position, scale).flatten() for query, kv, position in one]
         plain = [attention(query, kv, position, scale).flatten() for query, kv, position in one]
         for num_splits in (1, 2, 7, 64) if device == "cuda" else (1,):
+            parts = torch.full((len(rows) * num_splits, 8), test_ops.BAD_BLOCK, dtype=torch.int32, device=device)
+            ops.decode_parts(parts, *sequences, num_heads, num_kv_heads, head_dim, num_splits)
             size = len(rows) * num_heads * num_splits * (head_dim + 2)
             workspace = poisoned(size, dtype=torch.float32, device=device)
             counters = torch.zeros(len(rows) * num_kv_heads + 1, dtype=torch.int32, device=device)
             kv_cache, outs = cache.to(device, copy=True), []
             for _ in range(test_ops.REPEATS if device == "cuda" else 2):
                 out = poisoned(len(rows), num_heads * head_dim, dtype=dtype, device=device)
-                ops.attention_decode(out, qkv, kv_cache, *inputs, workspace, counters, num_splits, scale)
+                ops.attention_decode(out, qkv, kv_cache, *inputs, parts, workspace, counters, num_splits, scale)
                 outs.append(out)
             assert torch.equal(kv_cache.view(torch.int16), stored.view(torch.int16)), "the cache is not as rope_store's"
             assert all(torch.equal(out, outs[0]) for out in outs)

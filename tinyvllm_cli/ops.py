@@ -28,8 +28,10 @@ SCHEMAS = {
     "Tensor rows) -> ()",
     "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) context_lens, Tensor(c!) next_positions, Tensor last_tokens, "
     "Tensor rows) -> ()",
+    "decode_parts": "(Tensor(a!) parts, Tensor rows, Tensor context_lens, int num_heads, int num_kv_heads, "
+    "int head_dim, int num_splits) -> ()",
     "attention_decode": "(Tensor(a!) out, Tensor qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor block_table, "
-    "Tensor rows, Tensor context_lens, Tensor(c!) workspace, Tensor(d!) counters, int num_splits, float scale) -> ()",
+    "Tensor parts, Tensor(c!) workspace, Tensor(d!) counters, int num_splits, float scale) -> ()",
     "attention_prefill": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
     "Tensor query_start, Tensor context_lens, int max_query_len, float scale) -> ()",
     "sample": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor logits, Tensor rows, Tensor positions, "
@@ -225,23 +227,32 @@ def decode_inputs(
     _ops.decode_inputs(token_ids, context_lens, next_positions, last_tokens, rows)
 
 
+def decode_parts(
+    parts: Tensor, rows: Tensor, context_lens: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int
+) -> None:
+    """Shares out the work of `attention_decode`: once for all layers, as contexts are the same in each.
+
+    rows, context_lens int32 [S]; row -1 goes with context length 0. parts int32, at least [S * num_splits, 8]: each
+    says which tiles of 16 tokens of which context it is (`decode_shape.cuh`), on the CPU only which context. Uneven
+    contexts are split in num_splits - 1 parts on average, nearly equal ones in half as many or fewer; 1 splits none.
+    """
+    _ops.decode_parts(parts, rows, context_lens, num_heads, num_kv_heads, head_dim, num_splits)
+
+
 def attention_decode(
-    out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, rows: Tensor,
-    context_lens: Tensor, workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
+    out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, parts: Tensor,
+    workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
 ) -> None:  # fmt: skip
     """Attention of one token per sequence over its context (PagedAttention, Kwon et al. 2023), `rope_store` included.
 
-    out [S, Q * D]; qkv [S, (Q + 2K) * D] as the linear gives it: q and k are rotated for position context_lens[s] - 1,
-    and K and V stored there, while qkv stays as it is. kv_cache [B, K, 2, block_size, D]; rope_table as in
-    `rope_store`; block_table int32 [max_num_seqs, *]; rows, context_lens int32 [S], context length 0 gives a zero row
-    and stores nothing. Uneven contexts are split in num_splits - 1 parts on average, nearly equal ones in half as many,
-    whose results are merged in a fixed order (Flash-Decoding); 1 splits none. workspace fp32, at least S * Q *
-    num_splits * (D + 2); counters int32, at least S * K + 1, zero before and after. In a captured graph see `launch.h`
-    for what its predecessors may write.
+    out [S, Q * D]; qkv [S, (Q + 2K) * D] as the linear gives it: q and k are rotated for a context's last position, and
+    K and V stored there, while qkv stays as it is. kv_cache [B, K, 2, block_size, D]; rope_table as in `rope_store`;
+    block_table int32 [max_num_seqs, *]. parts is what `decode_parts` made for the same sizes and num_splits: the parts'
+    results are merged in a fixed order (Flash-Decoding); context length 0 gives a zero row and stores nothing.
+    workspace fp32, at least S * Q * num_splits * (D + 2); counters int32, at least S * K + 1, zero before and after. In
+    a captured graph see `launch.h` for what its predecessors may write.
     """
-    _ops.attention_decode(
-        out, qkv, kv_cache, rope_table, block_table, rows, context_lens, workspace, counters, num_splits, scale
-    )
+    _ops.attention_decode(out, qkv, kv_cache, rope_table, block_table, parts, workspace, counters, num_splits, scale)
 
 
 def attention_prefill(

@@ -142,6 +142,7 @@ class _Shapes:
         self.rope = torch.empty(context, d, device=device)
         rope_table(self.rope, c.rope, d)
         self.splits = decode_splits(num_seqs, k)
+        self.parts = torch.empty(num_seqs * self.splits, 8, device=device, dtype=torch.int32)
         self.partials = torch.empty(num_seqs * q * self.splits * (d + 2), device=device)
         self.counters = torch.zeros(num_seqs * k + 1, device=device, dtype=torch.int32)
         self.ids = torch.randint(c.vocab_size, (tokens,), device=device, dtype=torch.int32)
@@ -196,12 +197,13 @@ class _Shapes:
         from tinyvllm_cli import ops
 
         c, pairs = self.config, self.num_seqs * self.context
+        ops.decode_parts(self.parts, self.rows, self.lens, c.num_heads, c.num_kv_heads, c.head_dim, self.splits)
         yield _Op(
             "attention_decode", "",
             pairs * c.num_kv_heads * 2 * c.head_dim * self.itemsize + self.qkv.nbytes + self.attention.nbytes,
             4 * pairs * c.num_heads * c.head_dim,
             lambda i: ops.attention_decode(
-                self.attention, self.qkv, self.cache[i], self.rope, self.table, self.rows, self.lens, self.partials,
+                self.attention, self.qkv, self.cache[i], self.rope, self.table, self.parts, self.partials,
                 self.counters, self.splits, c.head_dim**-0.5,
             ),
         )  # fmt: skip

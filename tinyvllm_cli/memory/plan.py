@@ -177,7 +177,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
     t, s, h = limits.max_batched_tokens, limits.max_num_seqs, config.hidden_size
     q, k, d = config.num_heads, config.num_kv_heads, config.head_dim
     i, v = config.intermediate_size, config.vocab_size
-    partials = max(n * q * decode_splits(n, k) for n in {*range(1, min(s, DECODE_CTAS) + 1), s})  # beyond: as n grows
+    parts = max(n * decode_splits(n, k) for n in {*range(1, min(s, DECODE_CTAS) + 1), s})  # beyond: as n grows
     twice = (("attn_norm", "qkv"), ("mlp_norm", "gate_up"), ("final_norm", "logits"))
     proj = (("attn_norm", "attn_norm"), ("o", "mlp_norm"), ("down", "final_norm"))
     blocks, padded = limits.blocks_per_seq, _align(4 * s) // 4
@@ -192,7 +192,9 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
         Buffer("activation", (t, i), dtype, "T x I", "SiLU(gate) x up", (("gate_up", "down"),)),
         Buffer("sample_hidden", (s, h), dtype, "S x H", "rows that need logits", (("final_norm", "logits"),)),
         Buffer("logits", (s, v), "float32", "S x V", "logits of the sampled rows", (("logits", "sample"),)),
-        Buffer("attention_partials", (partials, d + 2), "float32", "max over n of n x Q x splits(n) x (D + 2)",
+        Buffer("attention_parts", (parts, 8), "int32", "max over n of n x splits(n) x 8",
+               "what decode attention makes of the contexts", (("embedding", "final_norm"),)),
+        Buffer("attention_partials", (parts * q, d + 2), "float32", "max over n of n x Q x splits(n) x (D + 2)",
                "split-context partial results", (("attention", "attention"),)),
         Buffer("sample_workspace", (s, SAMPLE_WORKSPACE_FLOATS), "float32", f"S x {SAMPLE_WORKSPACE_FLOATS}",
                "partial results of sampling", (("sample", "sample"),)),

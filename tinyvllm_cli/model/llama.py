@@ -85,6 +85,9 @@ class Llama:
         attention, projection = b["attention"][:num_tokens], b["projection"][:num_tokens]
         gate_up, activation = b["gate_up"][:num_tokens], b["activation"][:num_tokens]
 
+        if batch.decode_rows.size(0):
+            sizes = (c.num_heads, c.num_kv_heads, c.head_dim, num_splits)
+            self.ops.decode_parts(b["attention_parts"], batch.decode_rows, batch.decode_lens, *sizes)
         self.ops.embedding(hidden, w.embed, batch.token_ids)
         done("embedding", -1)
         self.ops.rms_norm(normed, hidden, w.layers[0].attn_norm, c.rms_norm_eps)
@@ -163,8 +166,7 @@ class Llama:
                 kv_cache,
                 rope_table,
                 self.block_table,
-                batch.decode_rows,
-                batch.decode_lens,
+                self.buffers["attention_parts"],
                 self.buffers["attention_partials"],
                 self.buffers["attention_counters"],
                 num_splits,

@@ -212,8 +212,8 @@ class ModelRunner:
         """A step whose inputs come from the host; if it is not large, padded. By a graph when its size comes again.
 
         What attention_decode reads early is right in a graph (see launch.h): nothing starts in a graph before all that
-        was put into the stream ahead of it has ended. That is the upload of rows, lengths and block table, and every
-        step that stored K and V of a decoding row's earlier positions; this step stores at other places.
+        was put into the stream ahead of it has ended. That is the upload of the block table, and every step that stored
+        K and V of a decoding row's earlier positions; this step stores at other places.
         """
         self.decoding = None
         n, exact = plan.num_decodes, step_size(plan)

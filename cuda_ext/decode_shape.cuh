@@ -1,0 +1,72 @@
+// How decode attention is shared out: what a warp, a CTA and a part of a context are. decode_parts makes the parts that
+// attention_decode works on, so both must choose alike.
+#pragma once
+
+#include "common.cuh"
+
+namespace tinyvllm {
+
+constexpr int kTile = 16;       // tokens a warp takes at a time: the rows of an mma
+constexpr int kStages = 3;      // tiles in each warp's ring
+constexpr int kHeads = 8;       // query heads of a CTA: the columns of an mma
+constexpr int kWholeTiles = 6;  // per warp: a merge costs about as much
+
+template <int head_dim>
+constexpr int kSmWarps = 1024 / head_dim;  // their rings fill an SM's shared memory
+
+template <int head_dim>
+constexpr int kMaxWarps = kSmWarps<head_dim> / 2;  // of a CTA: room for the kernels before and after it
+
+template <int head_dim>
+constexpr int kRingBytes = kStages * 2 * kTile * head_dim * 2;  // of a warp
+
+// Tiles `first` to `end` of a sequence's context: part `index` of `count`. Parts are numbered through all sequences, up
+// to `total`; up to the number of those that CTAs take without asking, there are empty ones (count 0).
+struct alignas(16) Part {
+  int32_t seq;
+  int32_t row;
+  int32_t length;  // of the whole context
+  int32_t first;
+  int32_t end;
+  int32_t index;
+  int32_t count;
+  int32_t total;
+};
+
+struct PartRule {
+  int even_parts;    // of each of nearly equal contexts, at most; 0: nothing is ever cut
+  int max_parts;     // of a mean context, if contexts are uneven
+  int whole_tokens;  // contexts up to this are never cut: merging would cost more
+  int min_tokens;    // of a part, about
+};
+
+struct DecodeShape {
+  int groups;       // of at most kHeads query heads of a KV head
+  int num_warps;    // of a CTA
+  int first_parts;  // that have CTAs of their own
+  PartRule rule;
+};
+
+template <int head_dim>
+size_t decode_shared_bytes(int num_warps) {
+  return num_warps * kRingBytes<head_dim> + 16;  // the last for take_item
+}
+
+// A CTA has as many warps as let one for each sequence, KV head and group be resident at once, if that is possible.
+template <int head_dim>
+DecodeShape choose_decode_shape(int num_seqs, int num_heads, int num_kv_heads, int num_splits) {
+  const int groups = ceil_div(num_heads / num_kv_heads, kHeads);
+  const int64_t pairs = static_cast<int64_t>(num_seqs) * num_kv_heads * groups;
+  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, 1);
+  const size_t max_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 * 1024);
+  int num_warps = kMaxWarps<head_dim>;
+  while (num_warps > 1 &&
+         (pairs * num_warps > num_sms * kSmWarps<head_dim> || decode_shared_bytes<head_dim>(num_warps) > max_bytes)) {
+    num_warps /= 2;
+  }
+  const int even_parts = num_splits / 2;
+  return {groups, num_warps, num_seqs * (even_parts > 0 ? even_parts : 1),
+          {even_parts, num_splits - 1, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile}};
+}
+
+}  // namespace tinyvllm
