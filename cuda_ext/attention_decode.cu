@@ -8,7 +8,8 @@
 // Limits: bf16, fp16; D 64 or 128; any Q / K; any block size, its product with a position below 2^30;
 //   2 * S * K * ceil(Q / K / 8) * num_splits below 2^31, S * max(1, num_splits / 2) at most 65,535.
 //
-// Before it waits for the previous kernel it reads parts, the block table, and K and V of all tokens but the newest: see launch.h for what that asks of its predecessors. All of these go past L1.
+// Before it waits for the previous kernel it reads parts, the block table, and K and V of all tokens but the newest, all
+// past L1: see launch.h for what that asks of its predecessors.
 #include "decode_parts.cuh"
 #include "decode_tiles.cuh"
 
@@ -92,7 +93,7 @@ __device__ void store_part(const Softmax<head_dim>& softmax, float* shared, bool
 }
 
 template <typename T, int head_dim>
-__global__ void __launch_bounds__(kMaxWarps<head_dim> * kWarpSize, kSmWarps<head_dim> / kMaxWarps<head_dim>)
+__global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few registers that all of them fit
     attention_decode_kernel(const Arguments<T> a) {
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / kWarpSize;

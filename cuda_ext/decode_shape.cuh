@@ -15,7 +15,10 @@ template <int head_dim>
 constexpr int kSmWarps = 1024 / head_dim;  // their rings fill an SM's shared memory
 
 template <int head_dim>
-constexpr int kMaxWarps = kSmWarps<head_dim> / 2;  // of a CTA: room for the kernels before and after it
+constexpr int kUsualWarps = kSmWarps<head_dim> / 2;  // of a CTA, at most: room for the kernels before and after it
+
+template <int head_dim>
+constexpr int kMaxWarps = kSmWarps<head_dim> * 3 / 4;  // where each CTA shall have an SM for itself
 
 template <int head_dim>
 constexpr int kRingBytes = kStages * 2 * kTile * head_dim * 2;  // of a warp
@@ -52,14 +55,17 @@ size_t decode_shared_bytes(int num_warps) {
   return num_warps * kRingBytes<head_dim> + 16;  // the last for take_item
 }
 
-// A CTA has as many warps as let one for each sequence, KV head and group be resident at once, if that is possible.
+// A CTA has as many warps as let one for each sequence, KV head and group be resident at once, if that is possible. If
+// there are about as many as SMs they are so large that no two share one.
 template <int head_dim>
 DecodeShape choose_decode_shape(int num_seqs, int num_heads, int num_kv_heads, int num_splits) {
   const int groups = ceil_div(num_heads / num_kv_heads, kHeads);
   const int64_t pairs = static_cast<int64_t>(num_seqs) * num_kv_heads * groups;
   const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, 1);
   const size_t max_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 * 1024);
-  int num_warps = kMaxWarps<head_dim>;
+  const bool alone =
+      num_sms / 2 < pairs && pairs <= num_sms && decode_shared_bytes<head_dim>(kMaxWarps<head_dim>) <= max_bytes;
+  int num_warps = alone ? kMaxWarps<head_dim> : kUsualWarps<head_dim>;
   while (num_warps > 1 &&
          (pairs * num_warps > num_sms * kSmWarps<head_dim> || decode_shared_bytes<head_dim>(num_warps) > max_bytes)) {
     num_warps /= 2;
