@@ -72,9 +72,9 @@ Exchange exchange_of(int num_rows, const LlamaShape& shape) {
   const int64_t splits = max_splits(num_rows, shape.num_kv_heads);
   const int64_t rows = num_rows;
   Exchange e{};
-  e.attention = e.qkv + align32(rows * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / 2);
-  e.log_sums = e.attention + align32(splits * rows * shape.num_heads * shape.head_dim / 2);
-  e.middle = e.log_sums + align32(splits * rows * shape.num_heads);
+  e.parts = e.qkv + align32(rows * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / 2);
+  e.attention = e.parts + align32(splits > 1 ? splits * rows * shape.num_heads * (shape.head_dim / 2 + 4) : 0);
+  e.middle = e.attention + align32(rows * shape.num_heads * shape.head_dim / 2);
   e.activation = e.middle + align32(rows * shape.hidden_size / 2);
   e.hidden = e.activation + align32(rows * shape.intermediate_size / 2);
   e.layer_words = e.hidden + align32(rows * shape.hidden_size / 2);
@@ -168,7 +168,6 @@ cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, i
         a.block_size = block_size;
         a.table_stride = table_stride;
         a.max_splits = max_splits(num_rows, shape.num_kv_heads);
-        a.cheap_splits = kPartsAtOnce * 4 / octets_with_rows(num_rows);
         a.num_stages = num_stages;
         a.ring_tiles = ring_tiles;
         a.eps = eps;

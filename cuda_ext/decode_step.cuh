@@ -39,12 +39,16 @@ struct LayerPointers {
   const T* down;
 };
 
-// Where results lie within a set, in 32-bit words: [layer][rows][features] of 16 bits; attention [split][rows][Q D], and
-// log_sums float [split][rows][Q]. A word that has not been written is a hole.
+// Where results lie within a set, in 32-bit words: [layer][rows][features] of 16 bits; the parts of split contexts as
+// records [split][rows][Q]. A word that has not been written is a hole.
 struct Exchange {
-  int64_t qkv, attention, log_sums, middle, activation, hidden;
+  int64_t qkv, parts, attention, middle, activation, hidden;
   int64_t layer_words;
 };
+
+// D elements of 16 bits and the logarithm of the sum of their weights, so that no two heads' logarithms share a line.
+template <int head_dim>
+constexpr int kRecordWords = head_dim / 2 + 4;
 
 // Of the workspace: two sets in turn, one used by a step, the other made into holes for the next.
 struct StepHeader {
@@ -85,7 +89,7 @@ struct StepArguments {
   Exchange exchange;
   int num_rows, num_layers, hidden_size, intermediate_size, vocab_size, num_heads, num_kv_heads, block_size;
   int table_stride, num_stages, ring_tiles;
-  int max_splits, cheap_splits;  // of a context; that are read at once
+  int max_splits;  // of a context
   bool greedy, has_ends;
   float eps, scale;
   float inverse_hidden_size;

@@ -1,6 +1,7 @@
 // The attention of decode_step: one query token per sequence, a CTA per part of a KV head's context, its warps in turn a
 // tile of 16 tokens, with K and V in registers. Scores = q K^T and out = P V have the query heads (up to 8) as rows of
-// the left operand. K and V come from the cache but for the newest token's, which come out of the exchange.
+// the left operand. K and V come from the cache but for the newest token's, which come out of the exchange. If a context
+// has more than one part, its parts go through the exchange as well, to be merged by a warp somewhere.
 #pragma once
 
 #include "decode_step.cuh"
@@ -150,10 +151,11 @@ __device__ __forceinline__ void attend_tile(HeadSums<head_dim>& sums, const KvTi
   }
 }
 
-// The words that the multiplying warps join and publish of an item: out, and the logarithm of its sum of weights.
+// Joins what the warps know of an item. out: num_heads rows, `pitch` words apart; if those are records of a part, the
+// logarithm of the sum of weights follows each.
 template <typename T, int head_dim>
 __device__ __forceinline__ void join_warps(const AttentionItem& item, const float* scratch, int num_warps,
-                                           uint32_t* out, uint32_t* log_sums) {
+                                           uint32_t* out, int pitch) {
   for (int i = threadIdx.x; i < item.num_heads * (head_dim / 2); i += kStepThreads) {
     const int head = i / (head_dim / 2);
     const int pair = i % (head_dim / 2);
@@ -169,8 +171,10 @@ __device__ __forceinline__ void join_warps(const AttentionItem& item, const floa
       y += factor * mine[w * stride + 2 * pair + 1];
     }
     const float scale = num_warps > 0 ? 1.0f / weight : 0.0f;
-    store4_relaxed(out + i, pack2<T>(x * scale, y * scale));
-    if (pair == 0) store4_relaxed(log_sums + head, num_warps > 0 ? __float_as_uint(largest + log2f(weight)) : 0);
+    store4_relaxed(out + head * pitch + pair, pack2<T>(x * scale, y * scale));
+    if (pair == 0 && pitch == kRecordWords<head_dim>) {
+      store4_relaxed(out + head * pitch + head_dim / 2, __float_as_uint(largest + log2f(weight)));
+    }
   }
 }
 
@@ -247,10 +251,16 @@ __device__ __forceinline__ void attend(const StepArguments<T>& a, const StepShar
     }
   }
   named_barrier(1, kStepThreads);
-  const int64_t out_row = static_cast<int64_t>(item.split) * a.num_rows + item.seq;
-  join_warps<T, head_dim>(item, scratch, max(min(kStepWarps, end_tile - first_tile), 0),
-                          layer_words + a.exchange.attention + (out_row * a.num_heads + first_head) * (head_dim / 2),
-                          layer_words + a.exchange.log_sums + out_row * a.num_heads + first_head);
+  const int num_warps = max(min(kStepWarps, end_tile - first_tile), 0);
+  const int out_row = item.seq * a.num_heads + first_head;
+  if (s.num_splits[item.seq] == 1) {
+    join_warps<T, head_dim>(item, scratch, num_warps, layer_words + a.exchange.attention + out_row * (head_dim / 2),
+                            head_dim / 2);
+  } else {
+    const int64_t record = static_cast<int64_t>(item.split) * a.num_rows * a.num_heads + out_row;
+    join_warps<T, head_dim>(item, scratch, num_warps,
+                            layer_words + a.exchange.parts + record * kRecordWords<head_dim>, kRecordWords<head_dim>);
+  }
 }
 
 }  // namespace tinyvllm

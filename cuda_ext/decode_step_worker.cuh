@@ -1,8 +1,8 @@
 // The multiplying warps of decode_step: how they go through the stages of a step, and what begins and ends it.
 #pragma once
 
-#include "decode_step_attention.cuh"
 #include "decode_step_finish.cuh"
+#include "decode_step_merge.cuh"
 
 namespace tinyvllm {
 
@@ -24,9 +24,7 @@ __device__ void read_rows(const StepArguments<T>& a, StepShared& s) {
       s.cache_offset[i] = (block * a.num_kv_heads * 2 * a.block_size + position % a.block_size) * head_dim;
     }
     const int num_tiles = ceil_div(length, kTileTokens);
-    const int few = ceil_div(length, kSplitTokens);
-    const int many = ceil_div(ceil_div(length, 2 * kSplitTokens), a.cheap_splits) * a.cheap_splits;
-    const int wanted = max(min(few <= a.cheap_splits ? few : many, a.max_splits), 1);
+    const int wanted = max(min(ceil_div(length, kSplitTokens), a.max_splits), 1);
     const int tiles_per_split = max(ceil_div(num_tiles, wanted), 1);
     s.row[i] = row;
     s.length[i] = length;
@@ -86,17 +84,12 @@ struct Worker {
       named_barrier(1, kStepThreads);  // the scratch is free
       attend<T, head_dim>(a, s, layer_words, attention_scratch, item, patience);
     }
+    if (s.most_splits > 1) merge_parts<T, head_dim>(a, s, layer_words, patience);
   }
 
   template <int stage>
   __device__ __forceinline__ void load_input(Fragments<kGroups, held_strips<kGroups>(stage)>& x, const LinearShape& l,
                                              int layer, const uint32_t* layer_words, int first_strip) {
-    if constexpr (stage == kO) {
-      if (s.most_splits > 1) {
-        load_attention<T, head_dim, kGroups>(x, a, s, layer_words, l, first_strip, patience);
-        return;
-      }
-    }
     const uint32_t* words = layer_words + (stage == kO        ? a.exchange.attention
                                            : stage == kGateUp ? a.exchange.middle
                                            : stage == kDown   ? a.exchange.activation

@@ -33,15 +33,15 @@ def is_supported(config: ModelConfig, dtype: str) -> bool:
 def exchange_offsets(config: ModelConfig, num_rows: int) -> dict[str, int]:
     """Where in a layer's part of a set each stage's results lie, in 4-byte words; "layer" is the length of the part.
 
-    "qkv" [rows, (Q + 2K) D], "attention" [splits, rows, Q D], "log_sums" fp32 [splits, rows, Q], "middle" [rows, H] is
-    the residual stream behind o, "activation" [rows, I], "hidden" [rows, H] the residual stream behind down.
+    "qkv" [rows, (Q + 2K) D], "parts" of split contexts [splits, rows, Q, D + 8], "attention" [rows, Q D], "middle"
+    [rows, H] is the residual stream behind o, "activation" [rows, I], "hidden" [rows, H] that behind down.
     """
     q, k, d = config.num_heads, config.num_kv_heads, config.head_dim
     splits = max(1, min(MAX_SPLITS, EXPECTED_CTAS // (num_rows * k)))
     sizes = {
         "qkv": num_rows * (q + 2 * k) * d // 2,
-        "attention": splits * num_rows * q * d // 2,
-        "log_sums": splits * num_rows * q,
+        "parts": splits * num_rows * q * (d // 2 + 4) if splits > 1 else 0,
+        "attention": num_rows * q * d // 2,
         "middle": num_rows * config.hidden_size // 2,
         "activation": num_rows * config.intermediate_size // 2,
         "hidden": num_rows * config.hidden_size // 2,
