@@ -1,7 +1,7 @@
 // The attention of decode_step: one query token per sequence, a CTA per part of a KV head's context, its warps in turn a
 // tile of 16 tokens, with K and V in registers. Scores = q K^T and out = P V have the query heads (up to 8) as rows of
 // the left operand. K and V come from the cache but for the newest token's, which come out of the exchange. If a context
-// has more than one part, its parts go through the exchange as well, to be merged by a warp somewhere.
+// has more than one part, its parts go through the exchange as well, and a warp somewhere merges them.
 #pragma once
 
 #include "decode_step.cuh"
@@ -10,6 +10,9 @@ namespace tinyvllm {
 
 constexpr int kTileTokens = 16;
 constexpr int kHeadRows = 8;  // query heads of one item
+
+template <int head_dim>
+constexpr int kTilesAhead = 128 / head_dim;  // that a warp holds in registers
 
 // Per warp and head: D sums, the largest score, the sum of weights; padded to 16 bytes.
 template <int head_dim>
@@ -20,9 +23,15 @@ constexpr int attention_floats(int group_heads) {
   return kStepWarps * (group_heads < kHeadRows ? group_heads : kHeadRows) * kHeadFloats<head_dim>;
 }
 
+constexpr float kLowest = -1e30f;  // below all scores, and finite
+
 struct AttentionItem {
   int layer, seq, kv_head, group_head, num_heads, split;
 };
+
+__device__ __forceinline__ void load_missing(uint4& v, const void* address) {
+  if (has_hole(v)) v = load16_relaxed(address);
+}
 
 // With g = lane / 4 and q = lane % 4: keys: tokens g and g + 8, 16-byte pieces 4 i + q; values: tokens 2q, 2q + 1,
 // 2q + 8 and 2q + 9, pieces g + 8 i.
@@ -31,18 +40,27 @@ struct KvTile {
   uint4 keys[2][head_dim / 32];
   uint4 values[4][head_dim / 64];
 
-  __device__ __forceinline__ bool has_holes() const {
-    bool holes = false;
+  template <typename Action>
+  __device__ __forceinline__ void for_each(Action&& action) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
-      for (int i = 0; i < head_dim / 32; ++i) holes |= has_hole(keys[j][i]);
+      for (int i = 0; i < head_dim / 32; ++i) action(keys[j][i]);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int i = 0; i < head_dim / 64; ++i) holes |= has_hole(values[j][i]);
+      for (int i = 0; i < head_dim / 64; ++i) action(values[j][i]);
     }
+  }
+
+  __device__ __forceinline__ void clear() {
+    for_each([](uint4& v) { v = make_uint4(kHole, kHole, kHole, kHole); });
+  }
+
+  __device__ __forceinline__ bool has_holes() {
+    bool holes = false;
+    for_each([&](const uint4& v) { holes |= has_hole(v); });
     return holes;
   }
 };
@@ -51,27 +69,25 @@ template <typename T, int head_dim>
 struct KvSource {
   PagedHead<T, head_dim> cached;
   const T* new_key;
-  const T* new_value;
+  int new_value;  // elements behind it
   int length;
 
-  // The newest token's words may be holes.
-  __device__ __forceinline__ KvTile<head_dim> load(int index) const {
+  // Loads the pieces that have holes; those of the newest token may still have some afterwards.
+  __device__ __forceinline__ void fill(KvTile<head_dim>& tile, int index) const {
     const int g = threadIdx.x % kWarpSize / 4;
     const int q = threadIdx.x % 4;
-    KvTile<head_dim> tile;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const T* row = key(index * kTileTokens + 8 * j + g);
 #pragma unroll
-      for (int i = 0; i < head_dim / 32; ++i) tile.keys[j][i] = load16_relaxed(row + (4 * i + q) * 8);
+      for (int i = 0; i < head_dim / 32; ++i) load_missing(tile.keys[j][i], row + (4 * i + q) * 8);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const T* row = value(index * kTileTokens + 2 * q + j % 2 + j / 2 * 8);
 #pragma unroll
-      for (int i = 0; i < head_dim / 64; ++i) tile.values[j][i] = load16_relaxed(row + (g + 8 * i) * 8);
+      for (int i = 0; i < head_dim / 64; ++i) load_missing(tile.values[j][i], row + (g + 8 * i) * 8);
     }
-    return tile;
   }
 
  private:
@@ -81,7 +97,7 @@ struct KvSource {
   }
 
   __device__ const T* value(int position) const {
-    return position >= length - 1 ? new_value
+    return position >= length - 1 ? new_key + new_value
                                   : cached.key(position) + static_cast<int64_t>(cached.block_size) * head_dim;
   }
 };
@@ -154,23 +170,25 @@ __device__ __forceinline__ void attend_tile(HeadSums<head_dim>& sums, const KvTi
 // Joins what the warps know of an item. out: num_heads rows, `pitch` words apart; if those are records of a part, the
 // logarithm of the sum of weights follows each.
 template <typename T, int head_dim>
-__device__ __forceinline__ void join_warps(const AttentionItem& item, const float* scratch, int num_warps,
-                                           uint32_t* out, int pitch) {
+__device__ __forceinline__ void join_warps(const AttentionItem& item, const float* scratch, uint32_t* out, int pitch) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < item.num_heads * (head_dim / 2); i += kStepThreads) {
     const int head = i / (head_dim / 2);
     const int pair = i % (head_dim / 2);
     const float* mine = scratch + head * kHeadFloats<head_dim>;
     const int stride = item.num_heads * kHeadFloats<head_dim>;
-    float largest = -INFINITY;
-    for (int w = 0; w < num_warps; ++w) largest = fmaxf(largest, mine[w * stride + head_dim]);
+    float largest = kLowest;
+#pragma unroll
+    for (int w = 0; w < kStepWarps; ++w) largest = fmaxf(largest, mine[w * stride + head_dim]);
     float weight = 0.0f, x = 0.0f, y = 0.0f;
-    for (int w = 0; w < num_warps; ++w) {
+#pragma unroll
+    for (int w = 0; w < kStepWarps; ++w) {
       const float factor = fast_exp2(mine[w * stride + head_dim] - largest);
       weight += factor * mine[w * stride + head_dim + 1];
       x += factor * mine[w * stride + 2 * pair];
       y += factor * mine[w * stride + 2 * pair + 1];
     }
-    const float scale = num_warps > 0 ? 1.0f / weight : 0.0f;
+    const float scale = weight > 0.0f ? 1.0f / weight : 0.0f;
     store4_relaxed(out + head * pitch + pair, pack2<T>(x * scale, y * scale));
     if (pair == 0 && pitch == kRecordWords<head_dim>) {
       store4_relaxed(out + head * pitch + head_dim / 2, __float_as_uint(largest + log2f(weight)));
@@ -180,8 +198,9 @@ __device__ __forceinline__ void join_warps(const AttentionItem& item, const floa
 
 // One item, by all multiplying warps; `scratch` is free when it begins.
 template <typename T, int head_dim>
-__device__ __forceinline__ void attend(const StepArguments<T>& a, const StepShared& s, uint32_t* layer_words, float* scratch,
-                       const AttentionItem& item, const Patience& patience) {
+__device__ __forceinline__ void attend(const StepArguments<T>& a, const StepShared& s, uint32_t* layer_words,
+                                       float* scratch, const AttentionItem& item, const Patience& patience) {
+  constexpr int ahead = kTilesAhead<head_dim>;
   const int g = threadIdx.x % kWarpSize / 4;
   const int q = threadIdx.x % 4;
   const int warp = threadIdx.x / kWarpSize;
@@ -195,71 +214,79 @@ __device__ __forceinline__ void attend(const StepArguments<T>& a, const StepShar
   const T* new_key = qkv + (a.num_heads + item.kv_head) * head_dim;
   const KvSource<T, head_dim> source{{a.kv_cache + item.layer * a.kv_layer_elements, blocks, a.num_kv_heads,
                                       item.kv_head, a.block_size},
-                                     new_key, new_key + a.num_kv_heads * head_dim, length};
-  int index = first_tile + warp;
-  if (index < end_tile) {
-    KvTile<head_dim> tile = source.load(index);
+                                     new_key, a.num_kv_heads * head_dim, length};
+  HeadSums<head_dim> sums;
+  const int first = first_tile + warp;
+  if (first < end_tile) {
     const T* query_row = qkv + (first_head + g) * head_dim;
     uint4 query[head_dim / 32];
+    KvTile<head_dim> tiles[ahead];
 #pragma unroll
     for (int i = 0; i < head_dim / 32; ++i) {
       const uint32_t word = g < item.num_heads ? kHole : 0;
       query[i] = make_uint4(word, word, word, word);
     }
+#pragma unroll
+    for (int p = 0; p < ahead; ++p) tiles[p].clear();
 #pragma unroll 1
     for (bool holes = true; holes;) {
 #pragma unroll
-      for (int i = 0; i < head_dim / 32; ++i) {
-        if (has_hole(query[i])) query[i] = load16_relaxed(query_row + (4 * i + q) * 8);
+      for (int i = 0; i < head_dim / 32; ++i) load_missing(query[i], query_row + (4 * i + q) * 8);
+#pragma unroll
+      for (int p = 0; p < ahead; ++p) {
+        const int index = first + p * kStepWarps;
+        if (index < end_tile && tiles[p].has_holes()) source.fill(tiles[p], index);
       }
       holes = false;
 #pragma unroll
       for (int i = 0; i < head_dim / 32; ++i) holes |= has_hole(query[i]);
+#pragma unroll
+      for (int p = 0; p < ahead; ++p) holes |= first + p * kStepWarps < end_tile && tiles[p].has_holes();
       holes = __any_sync(kAllLanes, holes) && !patience.is_over();
     }
-    HeadSums<head_dim> sums;
 #pragma unroll 1
-    for (; index < end_tile; index += kStepWarps) {
-      if ((index + 1) * kTileTokens >= length) {  // with the newest token
+    for (int index = first; index < end_tile; index += ahead * kStepWarps) {
+#pragma unroll
+      for (int p = 0; p < ahead; ++p) {
+        const int now = index + p * kStepWarps;
+        const int next = now + ahead * kStepWarps;
+        if (now >= end_tile) break;
+        if ((now + 1) * kTileTokens >= length) {  // with the newest token
 #pragma unroll 1
-        while (__any_sync(kAllLanes, tile.has_holes()) && !patience.is_over()) tile = source.load(index);
-      }
-      if constexpr (head_dim == 64) {
-        const KvTile<head_dim> current = tile;
-        if (index + kStepWarps < end_tile) tile = source.load(index + kStepWarps);
-        attend_tile<T, head_dim>(sums, current, query, index * kTileTokens, length, a.scale * kLog2E);
-      } else {  // there are no registers for two tiles
-        attend_tile<T, head_dim>(sums, tile, query, index * kTileTokens, length, a.scale * kLog2E);
-        if (index + kStepWarps < end_tile) tile = source.load(index + kStepWarps);
-      }
-    }
-    const float weight = warp_sum<4>(sums.weight);
-    if (g < item.num_heads) {
-      float* mine = scratch + (warp * item.num_heads + g) * kHeadFloats<head_dim>;
-#pragma unroll
-      for (int i = 0; i < head_dim / 64; ++i) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          mine[64 * i + 16 * q + e] = sums.out[i][e][0];
-          mine[64 * i + 16 * q + 8 + e] = sums.out[i][e][1];
+          while (__any_sync(kAllLanes, tiles[p].has_holes()) && !patience.is_over()) source.fill(tiles[p], now);
         }
-      }
-      if (q == 0) {
-        mine[head_dim] = sums.largest;
-        mine[head_dim + 1] = weight;
+        attend_tile<T, head_dim>(sums, tiles[p], query, now * kTileTokens, length, a.scale * kLog2E);
+        if (next < end_tile) {
+          tiles[p].clear();
+          source.fill(tiles[p], next);
+        }
       }
     }
   }
+  const float weight = warp_sum<4>(sums.weight);
+  if (g < item.num_heads) {
+    float* mine = scratch + (warp * item.num_heads + g) * kHeadFloats<head_dim>;
+#pragma unroll
+    for (int i = 0; i < head_dim / 64; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        mine[64 * i + 16 * q + e] = sums.out[i][e][0];
+        mine[64 * i + 16 * q + 8 + e] = sums.out[i][e][1];
+      }
+    }
+    if (q == 0) {
+      mine[head_dim] = sums.largest;
+      mine[head_dim + 1] = weight;
+    }
+  }
   named_barrier(1, kStepThreads);
-  const int num_warps = max(min(kStepWarps, end_tile - first_tile), 0);
   const int out_row = item.seq * a.num_heads + first_head;
   if (s.num_splits[item.seq] == 1) {
-    join_warps<T, head_dim>(item, scratch, num_warps, layer_words + a.exchange.attention + out_row * (head_dim / 2),
-                            head_dim / 2);
+    join_warps<T, head_dim>(item, scratch, layer_words + a.exchange.attention + out_row * (head_dim / 2), head_dim / 2);
   } else {
     const int64_t record = static_cast<int64_t>(item.split) * a.num_rows * a.num_heads + out_row;
-    join_warps<T, head_dim>(item, scratch, num_warps,
-                            layer_words + a.exchange.parts + record * kRecordWords<head_dim>, kRecordWords<head_dim>);
+    join_warps<T, head_dim>(item, scratch, layer_words + a.exchange.parts + record * kRecordWords<head_dim>,
+                            kRecordWords<head_dim>);
   }
 }
 

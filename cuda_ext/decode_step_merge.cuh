@@ -6,8 +6,6 @@
 
 namespace tinyvllm {
 
-constexpr float kLowest = -1e30f;  // below all logarithms, and finite
-
 // Combines the octets' values of a lane's position, in all octets.
 template <typename Combine>
 __device__ __forceinline__ float across_octets(float value, Combine&& combine) {
@@ -46,7 +44,7 @@ __device__ __forceinline__ void merge_parts(const StepArguments<T>& a, const Ste
 #pragma unroll
       for (int p = 0; p < most; ++p) {
         const uint32_t* part = record + (octet + 4 * p) * part_words;
-        if (has_hole(value[p])) value[p] = load16_relaxed(part + word);
+        load_missing(value[p], part + word);
         if (log_sum[p] == kHole) log_sum[p] = load4_relaxed(part + head_dim / 2);
       }
 #pragma unroll
