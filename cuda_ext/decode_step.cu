@@ -115,16 +115,16 @@ cudaError_t launch_resident(void (*kernel)(Arguments), int shared_bytes, cudaStr
 cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, int32_t* next_positions,
                         int32_t* context_lens, void* kv_cache, int32_t* workspace, int64_t workspace_words,
                         int64_t* times, const LlamaWeights& weights, const LlamaShape& shape, const float* rope_table,
-                        const int32_t* rows, const int32_t* block_table, int table_stride, int num_rows, int num_blocks,
-                        int block_size, float eps, float scale, bool greedy, int num_stages, Dtype dtype,
-                        cudaStream_t stream) {
+                        const int32_t* rows, const int32_t* block_table, const float* temperature,
+                        const int64_t* seeds, int table_stride, int num_rows, int num_blocks, int block_size, float eps,
+                        float scale, int num_stages, Dtype dtype, cudaStream_t stream) {
   const int max_stages = kStagesPerLayer * shape.num_layers + 1;
   const bool supported =
       num_rows >= 1 && num_rows <= kMaxStepRows && shape.num_layers >= 1 && shape.num_layers <= kMaxStepLayers &&
       shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0 &&
       shape.hidden_size > 0 && shape.hidden_size % 8 == 0 && shape.hidden_size <= kNormStrips * kStrip &&
-      shape.intermediate_size > 0 && shape.intermediate_size % 8 == 0 && shape.vocab_size > 0 && block_size > 0 &&
-      num_stages >= 0 && num_stages <= max_stages;
+      shape.intermediate_size > 0 && shape.intermediate_size % 8 == 0 && shape.vocab_size > 0 &&
+      shape.vocab_size <= kMaxVocab && block_size > 0 && num_stages >= 0 && num_stages <= max_stages;
   if (!supported) return cudaErrorInvalidValue;
   const Exchange exchange = exchange_of(num_rows, shape);
   const int64_t set_words = (workspace_words - kHeaderWords) / 2 / 32 * 32;
@@ -152,7 +152,8 @@ cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, i
         a.last_tokens = last_tokens;
         a.next_positions = next_positions;
         a.context_lens = context_lens;
-        a.greedy = greedy;
+        a.temperature = temperature;
+        a.seeds = seeds;
         a.rows = rows;
         a.block_table = block_table;
         a.kv_layer_elements = static_cast<int64_t>(num_blocks) * shape.num_kv_heads * 2 * block_size * dim();

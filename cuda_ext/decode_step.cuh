@@ -4,10 +4,12 @@
 
 #include "attention.cuh"
 #include "bulk_copy.cuh"
+#include "sample_row.cuh"
 
 namespace tinyvllm {
 
 constexpr int kMaxStepRows = 8;
+constexpr int kSummaryWords = kSegments * sizeof(Summary) / 4;  // of a row of logits
 constexpr int kMaxStepLayers = 64;
 constexpr int kStepWarps = 8;  // that multiply; one more streams the weights
 constexpr int kStepThreads = kStepWarps * kWarpSize;
@@ -23,7 +25,7 @@ constexpr int kRoundTiles = 8;                        // tiles whose results are
 constexpr int kSplitTokens = 256;                     // a shorter context is not split
 constexpr int kMaxContextSplits = 16;
 constexpr int kCopiesInFlight = 3;                    // of half tiles: more would slow everything else down
-constexpr int kHeaderWords = 64;
+constexpr int kHeaderWords = 64 + kMaxStepRows * kSummaryWords;
 constexpr uint32_t kHole = 0xffffffffu;               // no conversion to 16 bits and no sum gives it: two NaNs, or one
 constexpr int64_t kPatience = 4'000'000'000;          // cycles from the kernel's start until waits give up: 2 s
 
@@ -50,7 +52,8 @@ struct Exchange {
 template <int head_dim>
 constexpr int kRecordWords = head_dim / 2 + 4;
 
-// Of the workspace: two sets in turn, one used by a step, the other made into holes for the next.
+// Of the workspace. Summaries of the logits' segments follow at word 64, then two sets in turn, one used by a step, the
+// other made into holes for the next.
 struct StepHeader {
   int32_t steps;       // that have ended
   int32_t arrivals;    // of CTAs at the end
@@ -84,13 +87,15 @@ struct StepArguments {
   const float* rope_table;
   const int32_t* rows;
   const int32_t* block_table;
+  const float* temperature;
+  const int64_t* seeds;
   int64_t kv_layer_elements;
   int64_t set_words;
   Exchange exchange;
   int num_rows, num_layers, hidden_size, intermediate_size, vocab_size, num_heads, num_kv_heads, block_size;
   int table_stride, num_stages, ring_tiles;
   int max_splits;  // of a context
-  bool greedy, has_ends;
+  bool has_ends;
   float eps, scale;
   float inverse_hidden_size;
   LinearShape shapes[kLogits + 1];  // by stage
@@ -102,12 +107,14 @@ struct StepShared {
   uint64_t full[kMaxRingTiles][2];  // of each half of a tile
   uint64_t empty[kMaxRingTiles];
   float squares[2][kStepWarps][kMaxStepRows];
-  unsigned long long best[kStepThreads];  // rank of the largest logit that a thread has seen
+  uint64_t best[kStepThreads];  // rank of the largest logit that a thread has seen
   int64_t cache_offset[kMaxStepRows];  // of K of the new token for KV head 0, in elements; -1: nowhere
   int32_t token[kMaxStepRows], length[kMaxStepRows], row[kMaxStepRows];
   int32_t tiles_per_split[kMaxStepRows], num_splits[kMaxStepRows];
   int32_t steps, most_splits;
-  int32_t is_last;
+  float scale[kMaxStepRows];  // of the logits, as `Row` has it
+  int32_t draws;              // whether any of them is not 0
+  int32_t arrival;
   int64_t deadline;
 };
 

@@ -2,7 +2,6 @@
 // residual stream, or logits.
 #pragma once
 
-#include "argmax.cuh"
 #include "decode_step_linear.cuh"
 
 namespace tinyvllm {
@@ -119,7 +118,7 @@ __device__ __forceinline__ void finish_output(const StepArguments<T>& a, StepSha
     const int feature = tile * kTileRows + 2 * part;
     if (!real) return;
     float* target = a.logits + static_cast<int64_t>(o.row) * a.vocab_size + feature;
-    unsigned long long& best = s.best[threadIdx.x];
+    uint64_t& best = s.best[threadIdx.x];
     if (feature < a.vocab_size) {
       target[0] = x;
       best = max(best, rank_of(x, feature));

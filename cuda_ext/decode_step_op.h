@@ -9,7 +9,8 @@ void decode_step_op(const Tensor& logits, const Tensor& sampled, const Tensor& l
                     const Tensor& next_positions, const Tensor& context_lens, const Tensor& kv_cache,
                     const Tensor& workspace, const Tensor& embed, at::TensorList layers, const Tensor& final_norm,
                     const Tensor& lm_head, const Tensor& rope_table, const Tensor& rows, const Tensor& block_table,
-                    double eps, double scale, bool greedy, int64_t num_stages, const std::optional<Tensor>& times) {
+                    const std::optional<Tensor>& temperature, const std::optional<Tensor>& seeds, double eps,
+                    double scale, int64_t num_stages, const std::optional<Tensor>& times) {
   Call call("decode_step", logits);
   const Dtype dtype = call.activation("embed", embed);
   const ScalarType type = embed.scalar_type();
@@ -52,6 +53,10 @@ void decode_step_op(const Tensor& logits, const Tensor& sampled, const Tensor& l
   call.check("block_table", block_table, kInt, {-1, -1});
   call.check("last_tokens", last_tokens, kInt, {block_table.size(0)});
   call.check_scratch("workspace", workspace, kInt, 64);
+  call.require(temperature.has_value() == seeds.has_value(), "temperature and seeds", "must come together, seeds are",
+               seeds.has_value());
+  if (temperature) call.check("temperature", *temperature, kFloat, {block_table.size(0)});
+  if (seeds) call.check("seeds", *seeds, kLong, {block_table.size(0)});
   const int64_t all_stages = 5 * static_cast<int64_t>(shape.num_layers) + 1;
   const int64_t stages = num_stages < 0 ? all_stages : num_stages;
   if (times) call.check("times", *times, kLong, {-1, stages, 2});
@@ -59,9 +64,10 @@ void decode_step_op(const Tensor& logits, const Tensor& sampled, const Tensor& l
   call.launched(decode_step(
       floats(logits), ints(sampled), ints(last_tokens), ints(next_positions), ints(context_lens), kv_cache.data_ptr(),
       ints(workspace), workspace.numel(), times ? static_cast<int64_t*>(times->data_ptr()) : nullptr, weights, shape,
-      floats(rope_table), ints(rows), ints(block_table), call.fits_int("width of block_table", block_table.size(1)),
+      floats(rope_table), ints(rows), ints(block_table), temperature ? floats(*temperature) : nullptr,
+      seeds ? static_cast<const int64_t*>(seeds->data_ptr()) : nullptr, call.fits_int("width of block_table", block_table.size(1)),
       call.fits_int("rows", num_rows), call.fits_int("blocks", kv_cache.size(1)), block_size, static_cast<float>(eps),
-      static_cast<float>(scale), greedy, call.fits_int("num_stages", stages), dtype, call.stream()));
+      static_cast<float>(scale), call.fits_int("num_stages", stages), dtype, call.stream()));
 }
 
 }  // namespace

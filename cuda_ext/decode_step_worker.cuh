@@ -1,6 +1,7 @@
-// The multiplying warps of decode_step: how they go through the stages of a step, and what begins and ends it.
+// The multiplying warps of decode_step: how they go through the stages of a step, and what begins it.
 #pragma once
 
+#include "decode_step_end.cuh"
 #include "decode_step_finish.cuh"
 #include "decode_step_merge.cuh"
 
@@ -27,6 +28,7 @@ __device__ void read_rows(const StepArguments<T>& a, StepShared& s) {
     const int wanted = max(min(ceil_div(length, kSplitTokens), a.max_splits), 1);
     const int tiles_per_split = max(ceil_div(num_tiles, wanted), 1);
     s.row[i] = row;
+    s.scale[i] = a.temperature != nullptr && row >= 0 ? scale_of(a.temperature[row]) : 0.0f;
     s.length[i] = length;
     s.tiles_per_split[i] = tiles_per_split;
     s.num_splits[i] = max(ceil_div(num_tiles, tiles_per_split), 1);
@@ -34,9 +36,12 @@ __device__ void read_rows(const StepArguments<T>& a, StepShared& s) {
   if (i == kMaxStepRows) s.steps = header->steps;
   named_barrier(1, kStepThreads);
   if (i == 0) {
-    int most = 1;
-    for (int j = 0; j < a.num_rows; ++j) most = max(most, s.num_splits[j]);
-    s.most_splits = most;
+    s.most_splits = 1;
+    s.draws = 0;
+    for (int j = 0; j < a.num_rows; ++j) {
+      s.most_splits = max(s.most_splits, s.num_splits[j]);
+      s.draws |= s.scale[j] > 0.0f;
+    }
   }
   named_barrier(1, kStepThreads);
 }
@@ -180,50 +185,7 @@ struct Worker {
       }
       note_time(number, 1);
     }
-    end_step(set);
-  }
-
-  // Joins what the CTAs know of the largest logits. The last CTA to come advances the state: all have read it.
-  __device__ void end_step(int set) {
-    StepHeader* header = patience.header;
-    const int warp = threadIdx.x / kWarpSize;
-    const int lane = threadIdx.x % kWarpSize;
-    named_barrier(1, kStepThreads);
-    if (warp < a.num_rows && a.greedy) {
-      unsigned long long best = 0;
-      for (int i = lane; i < kStepThreads; i += kWarpSize) {
-        if (i / 4 % a.num_rows == warp) best = max(best, s.best[i]);
-      }
-#pragma unroll
-      for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-        best = max(best, __shfl_xor_sync(kAllLanes, best, offset));
-      }
-      if (lane == 0) atomicMax(&header->best[warp], best);
-    }
-    __threadfence();
-    named_barrier(1, kStepThreads);
-    if (threadIdx.x == 0) {
-      s.is_last = atomicAdd(&header->arrivals, 1) == static_cast<int>(gridDim.x) - 1;
-      __threadfence();
-    }
-    named_barrier(1, kStepThreads);
-    if (!s.is_last) return;
-    const int i = threadIdx.x;
-    if (i < a.num_rows) {
-      const int row = s.row[i];
-      a.context_lens[i] = s.length[i];
-      if (row >= 0) a.next_positions[i] = s.length[i];
-      if (a.greedy) {
-        const int token = token_of(atomicExch(&header->best[i], 0ull));
-        a.sampled[i] = row >= 0 ? token : -1;
-        if (row >= 0) a.last_tokens[row] = token;
-      }
-    }
-    if (i == 0) {
-      header->arrivals = 0;
-      header->written[set] = static_cast<int32_t>(a.exchange.layer_words * a.num_layers);
-      header->steps += 1;
-    }
+    end_step(a, s, patience);
   }
 };
 

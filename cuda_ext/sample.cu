@@ -8,87 +8,7 @@
 namespace tinyvllm {
 namespace {
 
-constexpr int kMaxVocab = 1 << 22;
 constexpr int kCtasPerSm = 2;
-
-struct alignas(16) Summary {
-  float largest;
-  float smallest;  // of the finite ones
-  float sum;       // of exp((logit - largest) / temperature)
-  int32_t argmax;
-};
-
-// The greatest rank belongs to the largest value, and to the lowest index among equal values.
-__device__ __forceinline__ uint64_t rank_of(float value, int index) {
-  return static_cast<uint64_t>(key_of(value)) << 32 | ~static_cast<uint32_t>(index);
-}
-
-__device__ __forceinline__ float value_of_rank(uint64_t rank) { return value_of(static_cast<uint32_t>(rank >> 32)); }
-
-__device__ __forceinline__ int index_of_rank(uint64_t rank) {
-  return static_cast<int>(~static_cast<uint32_t>(rank));
-}
-
-__device__ __forceinline__ uint64_t warp_max_rank(uint64_t rank) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, rank, offset);
-    rank = other > rank ? other : rank;
-  }
-  return rank;
-}
-
-// By one warp, which gets the same result in every lane.
-__device__ __forceinline__ Summary summarise(const Row& row, int segment) {
-  const int begin = segment * row.segment_size;
-  const int end = min(begin + row.segment_size, row.size);
-  float largest = -INFINITY;
-  float smallest = FLT_MAX;
-  float sum = 0.0f;
-  float best = -INFINITY;
-  int argmax = begin;
-#pragma unroll 1
-  for (int first = begin; first < end; first += kWarpSize * kBatch) {
-    const int mine = first + static_cast<int>(threadIdx.x) % kWarpSize;
-    float values[kBatch];
-    load_batch<kWarpSize>(row.logits + mine, end - mine, values);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (values[i] > best) {
-        best = values[i];
-        argmax = mine + i * kWarpSize;
-      }
-      smallest = fminf(smallest, values[i] == -INFINITY ? FLT_MAX : values[i]);
-    }
-    if (row.scale > 0.0f) {
-      const float before = largest;
-      largest = warp_max(best);
-      const float base = largest == -INFINITY ? 0.0f : largest;
-      sum *= exp2f((before - base) * row.scale);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) sum += exp2f((values[i] - base) * row.scale);
-    }
-  }
-  const uint64_t rank = warp_max_rank(rank_of(best, argmax));
-  return {value_of_rank(rank), -warp_max(-smallest), warp_sum(sum), index_of_rank(rank)};
-}
-
-__device__ uint32_t philox(uint64_t seed, uint32_t counter) {
-  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  uint32_t c[4] = {counter, 0, 0, 0};
-#pragma unroll 1
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t left = static_cast<uint64_t>(0xD2511F53u) * c[0];
-    const uint64_t right = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
-    c[0] = static_cast<uint32_t>(right >> 32) ^ c[1] ^ key[0];
-    c[1] = static_cast<uint32_t>(right);
-    c[2] = static_cast<uint32_t>(left >> 32) ^ c[3] ^ key[1];
-    c[3] = static_cast<uint32_t>(left);
-    key[0] += 0x9E3779B9u;
-    key[1] += 0xBB67AE85u;
-  }
-  return c[0];
-}
 
 // scratch.segment_weights = the kept weight of each segment, from all of its logits.
 __device__ void weigh_segments(const Row& row, Scratch& scratch) {
@@ -145,12 +65,11 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm) void sample_kernel(
   }
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
-  const float degrees = temperature[sequence_row];
   Row row;
   row.logits = logits + static_cast<int64_t>(i) * vocab_size;
   row.size = vocab_size;
-  row.segment_size = ceil_div(vocab_size, kSegments * kWarpSize) * kWarpSize;
-  row.scale = degrees > 0.0f ? fminf(1.4426950408889634f / degrees, 1e30f) : 0.0f;
+  row.segment_size = segment_size(vocab_size);
+  row.scale = scale_of(temperature[sequence_row]);
   Summary* row_summaries = summaries + static_cast<int64_t>(i) * kSegments;
   for (int segment = blockIdx.x * kWarps + warp; segment < kSegments; segment += gridDim.x * kWarps) {
     const Summary summary = summarise(row, segment);
@@ -197,8 +116,7 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm) void sample_kernel(
       scratch.segment_weights[threadIdx.x] = __float2ull_rn(mine.sum * row.probability(mine.largest) * kOne);
     }
     __syncthreads();
-    const double u = (philox(seeds[sequence_row], positions[i]) + 0.5) / 4294967296.0;
-    const int drawn = draw(row, u, scratch);
+    const int drawn = draw(row, uniform(seeds[sequence_row], positions[i]), scratch);
     token = drawn >= 0 ? drawn : token;
   }
   if (threadIdx.x == 0) {

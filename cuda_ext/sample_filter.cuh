@@ -5,21 +5,15 @@
 // an integer (counts, or probabilities in 40-bit fixed point), so that no result depends on the order of the threads.
 #pragma once
 
-#include <cfloat>
-
-#include "common.cuh"
+#include "sample_row.cuh"
 
 namespace tinyvllm {
 namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kSegments = 256;
-constexpr int kBinsPerThread = 4;
-constexpr int kBins = kThreads * kBinsPerThread;
+constexpr int kBinsPerThread = kBins / kThreads;
 constexpr int kMaxCandidates = 4096;
-constexpr int kBatch = 16;                // logits that a thread loads before it uses the first
-constexpr float kOne = 1099511627776.0f;  // 2^40, the weight of the largest logit
 
 struct Scratch {
   uint64_t warp_totals[kWarps];
@@ -31,63 +25,6 @@ struct Scratch {
   uint32_t bins[kBins];
   uint32_t candidates[kMaxCandidates];
 };
-
-// Keys have the order of the floats.
-__device__ __forceinline__ uint32_t key_of(float value) {
-  const uint32_t bits = __float_as_uint(value + 0.0f);  // -0 becomes 0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float value_of(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-
-struct Row {
-  const float* logits;
-  int size;
-  int segment_size;
-  float scale;              // log2(e) / temperature; 0 to take the largest logit
-  float largest = 0.0f;
-  float bins_per_unit = 0.0f;
-  float min_p = 0.0f;
-  uint32_t lowest_key = 0;  // logits of a lower key are dropped
-
-  __device__ float probability(float logit) const { return exp2f((logit - largest) * scale); }  // the largest has 1
-
-  // In fixed point; 0 for a dropped logit.
-  __device__ uint64_t weight(float logit) const {
-    const float p = probability(logit);
-    return p >= min_p && key_of(logit) >= lowest_key ? __float2ull_rn(p * kOne) : 0;
-  }
-
-  // Equal or lower for a larger logit.
-  __device__ int bin(float logit) const {
-    return static_cast<int>(fminf((largest - logit) * bins_per_unit, static_cast<float>(kBins - 1)));
-  }
-};
-
-// values[i] = source[i * stride] for i * stride < count, else -inf.
-template <int stride>
-__device__ __forceinline__ void load_batch(const float* source, int count, float (&values)[kBatch]) {
-#pragma unroll
-  for (int i = 0; i < kBatch; ++i) values[i] = i * stride < count ? source[i * stride] : -INFINITY;
-}
-
-// Calls function(logit) for the share of logits[begin, end) of one of num_workers threads.
-template <int num_workers, typename Function>
-__device__ __forceinline__ void for_each_logit(const Row& row, int begin, int end, int worker, Function function) {
-  const float* source = row.logits + begin + worker;
-#pragma unroll 1
-  for (int count = end - begin - worker; count > 0; count -= num_workers * kBatch) {
-    float values[kBatch];
-    load_batch<num_workers>(source, count, values);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (i * num_workers < count) function(values[i]);
-    }
-    source += num_workers * kBatch;
-  }
-}
 
 template <typename Function>
 __device__ __forceinline__ void for_each_logit_of_row(const Row& row, Function function) {

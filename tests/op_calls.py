@@ -136,10 +136,11 @@ def decode_step_call(act: torch.dtype, dtype: int) -> Call:
         "rope_table": new(99, D, dtype=F32),
         **{name: new(S) for name in ("sampled", "next_positions", "context_lens", "rows")},
         **{"last_tokens": new(MAX_SEQS), "block_table": new(MAX_SEQS, WIDTH)},
-        **{"eps": 0.5, "scale": 0.125, "greedy": True, "num_stages": 4, "times": new(3, 4, 2, dtype=I64)},
+        **{"temperature": new(MAX_SEQS, dtype=F32), "seeds": new(MAX_SEQS, dtype=I64)},
+        **{"eps": 0.5, "scale": 0.125, "num_stages": 4, "times": new(3, 4, 2, dtype=I64)},
     }
     sizes = {"num_layers": 2, "hidden_size": H, "intermediate_size": INTER, "vocab_size": V, "num_heads": Q}
     sizes |= {"num_kv_heads": K, "head_dim": D, "num_rows": S, "num_blocks": B, "block_size": BS, "dtype": dtype}
     sizes |= {"workspace_words": words, "table_stride": WIDTH, "eps": 0.5, "scale": 0.125}
-    sizes |= {"greedy": 1, "num_stages": 4}
+    sizes |= {"num_stages": 4}
     return arguments, sizes | {f"layer_{i}": layer.data_ptr() for i, layer in enumerate(layers)}

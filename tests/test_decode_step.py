@@ -17,7 +17,7 @@ from tinyvllm_cli.bench.stages import measure_stages
 from tinyvllm_cli.checkpoint.config import ModelConfig
 from tinyvllm_cli.checkpoint.weights import Weights
 from tinyvllm_cli.memory import decode_step
-from tinyvllm_cli.memory.plan import Limits, plan_buffers
+from tinyvllm_cli.memory.plan import SAMPLE_WORKSPACE_FLOATS, Limits, plan_buffers
 from tinyvllm_cli.model.dummy import random_weights
 from tinyvllm_cli.model.llama import Batch, Llama
 from tinyvllm_cli.model.rope import rope_table
@@ -99,7 +99,14 @@ class Step:
         words[: decode_step.HEADER_WORDS] = 0
         return words.to(self.weights.embed.device)
 
-    def run(self, workspace: Tensor, greedy: bool = True, num_stages: int = -1, times: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        workspace: Tensor,
+        samples: bool = True,
+        num_stages: int = -1,
+        times: Tensor | None = None,
+        temperatures: Tensor | None = None,
+    ) -> Tensor:
         """The logits; NaN where none were written. Checks what becomes of the decode state."""
         w, i = self.weights, self.inputs
         logits = torch.full((len(i["rows"]), self.config.vocab_size), torch.nan, device=w.embed.device)
@@ -108,6 +115,8 @@ class Step:
         last_tokens[i["rows"][real]] = i["token_ids"][real]
         before, next_positions = last_tokens.clone(), i["positions"].clone()
         sampled, context_lens = torch.full_like(i["rows"], -7), torch.full_like(i["rows"], -7)
+        temperature = torch.zeros(len(last_tokens), device=w.embed.device) if temperatures is None else temperatures
+        seeds = torch.arange(len(last_tokens), device=w.embed.device) + (1 << 40)
         ops.decode_step(
             logits,
             sampled,
@@ -123,18 +132,23 @@ class Step:
             self.rope,
             i["rows"],
             i["block_table"],
+            temperature if samples else None,
+            seeds if samples else None,
             EPS,
             self.config.head_dim**-0.5,
-            greedy,
             num_stages,
             times,
         )
         assert torch.equal(context_lens, i["context_lens"])
         assert torch.equal(next_positions[real], i["context_lens"][real])
-        if greedy and num_stages < 0:
-            assert torch.equal(sampled, torch.where(real, logits.argmax(dim=-1), -1))
-            before[i["rows"][real]] = sampled[real]
-        assert greedy or (sampled == -7).all()
+        if samples and num_stages < 0:
+            none = torch.zeros_like(temperature)
+            scratch = torch.zeros(len(sampled), SAMPLE_WORKSPACE_FLOATS, device=sampled.device)
+            parameters = (temperature, none.int(), none + 1, none, seeds, scratch, torch.zeros_like(sampled))
+            expected = torch.empty_like(sampled)
+            ops.sample(expected, before, logits, i["rows"], context_lens, *parameters)
+            assert torch.equal(sampled, expected)
+        assert samples or (sampled == -7).all()
         assert torch.equal(last_tokens, before) or num_stages >= 0
         return logits
 
@@ -211,10 +225,22 @@ def test_decode_step(device: str, size: str, lengths: list[int]) -> None:
         assert error(logits, expected) <= TOLERANCE[dtype]
         assert error(step.kv_cache, cache) <= TOLERANCE[dtype]
         for _ in range(3):  # both sets of the workspace, more than once
-            assert torch.equal(step.run(workspace, greedy=False), logits)
+            assert torch.equal(step.run(workspace, samples=False), logits)
 
 
-@pytest.mark.parametrize("length", [257, 700, 1025, 4097])
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("size", ["even", "odd sizes", "long rows"])
+def test_decode_step_draws_as_sample_does(device: str, size: str, count: int) -> None:
+    step = Step.make(SIZES[size], [5, 0, 40, 7, 300, 1, 16, 33][:count], torch.bfloat16, device)
+    workspace = step.workspace()
+    for temperature in (0.01, 0.7, 1.0, 3.0, 1e-38):
+        temperatures = torch.full((len(step.inputs["block_table"]),), temperature, device=device)
+        temperatures[count // 2] *= count % 2  # one row of some batches is greedy
+        for _ in range(2):
+            step.run(workspace, temperatures=temperatures)
+
+
+@pytest.mark.parametrize("length", [257, 512, 1025, 2049, 4097, 8000])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_decode_step_splits_long_contexts(device: str, count: int, length: int) -> None:
     step = Step.make(SIZES["even"], [max(length - 100 * i, 1) for i in range(count)], torch.bfloat16, device)

@@ -44,8 +44,8 @@ SCHEMAS = {
     "Tensor num_logprobs) -> ()",
     "decode_step": "(Tensor(a!) logits, Tensor(b!) sampled, Tensor(c!) last_tokens, Tensor(d!) next_positions, "
     "Tensor(e!) context_lens, Tensor(f!) kv_cache, Tensor(g!) workspace, Tensor embed, Tensor[] layers, "
-    "Tensor final_norm, Tensor lm_head, Tensor rope_table, Tensor rows, Tensor block_table, float eps, float scale, "
-    "bool greedy, int num_stages, Tensor(h!)? times) -> ()",
+    "Tensor final_norm, Tensor lm_head, Tensor rope_table, Tensor rows, Tensor block_table, Tensor? temperature, "
+    "Tensor? seeds, float eps, float scale, int num_stages, Tensor(h!)? times) -> ()",
 }
 
 _library = torch.library.Library("tinyvllm", "DEF")
@@ -321,18 +321,20 @@ def logprobs(
 def decode_step(
     logits: Tensor, sampled: Tensor, last_tokens: Tensor, next_positions: Tensor, context_lens: Tensor,
     kv_cache: Tensor, workspace: Tensor, embed: Tensor, layers: list[Tensor], final_norm: Tensor, lm_head: Tensor,
-    rope_table: Tensor, rows: Tensor, block_table: Tensor, eps: float, scale: float, greedy: bool, num_stages: int = -1,
-    times: Tensor | None = None,
+    rope_table: Tensor, rows: Tensor, block_table: Tensor, temperature: Tensor | None, seeds: Tensor | None, eps: float,
+    scale: float, num_stages: int = -1, times: Tensor | None = None,
 ) -> None:  # fmt: skip
     """A whole decode step of at most DECODE_STEP_MAX_ROWS sequences in one kernel.
 
     From the state that `decode_inputs` starts from, rows, next_positions [S] and last_tokens [max_num_seqs], which it
     advances in the same way: K and V of each row's last token go into kv_cache [layers, B, K, 2, block_size, D], logits
-    fp32 [S, V] and context_lens [S] are written; if `greedy` also sampled [S] and last_tokens, as by `sample` at
-    temperature 0. Row -1 is padding. layers: for each layer attn_norm, qkv, o, mlp_norm, gate_up, down.
+    fp32 [S, V] and context_lens [S] are written. With temperature fp32 and seeds int64 [max_num_seqs] it also writes
+    sampled [S] and last_tokens, as `sample` without top-k, top-p and min-p. Row -1 is padding. layers: for each layer
+    attn_norm, qkv, o, mlp_norm, gate_up, down.
 
-    workspace int32, as `memory.decode_step` sizes it: 64 zeros, then -1, before the first call; afterwards its words 4
-    to 7 are zero, or tell where a wait between CTAs ended without success (`memory.decode_step.describe_error`).
+    workspace int32, as `memory.decode_step` sizes it: HEADER_WORDS zeros, then -1, before the first call; afterwards
+    its words 4 to 7 are zero, or tell where a wait between CTAs ended without success
+    (`memory.decode_step.describe_error`).
     num_stages runs only the first stages (5 a layer: qkv, attention, o, gate_up, down; then logits), for tests. times
     int64 [SMs, stages, 2] gets, for each CTA and stage, the nanoseconds when its input was there and its output
     written. Needs compute capability 9 or 10; unsupported sizes raise. The CPU runs the single ops and ignores
@@ -340,5 +342,5 @@ def decode_step(
     """
     _ops.decode_step(
         logits, sampled, last_tokens, next_positions, context_lens, kv_cache, workspace, embed, layers, final_norm,
-        lm_head, rope_table, rows, block_table, eps, scale, greedy, num_stages, times,
+        lm_head, rope_table, rows, block_table, temperature, seeds, eps, scale, num_stages, times,
     )  # fmt: skip

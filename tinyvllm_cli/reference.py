@@ -121,8 +121,8 @@ def decode_inputs(
 def decode_step(
     logits: Tensor, sampled: Tensor, last_tokens: Tensor, next_positions: Tensor, context_lens: Tensor,
     kv_cache: Tensor, workspace: Tensor, embed: Tensor, layers: list[Tensor], final_norm: Tensor, lm_head: Tensor,
-    rope_table: Tensor, rows: Tensor, block_table: Tensor, eps: float, scale: float, greedy: bool, num_stages: int = -1,
-    times: Tensor | None = None,
+    rope_table: Tensor, rows: Tensor, block_table: Tensor, temperature: Tensor | None, seeds: Tensor | None, eps: float,
+    scale: float, num_stages: int = -1, times: Tensor | None = None,
 ) -> None:  # fmt: skip
     token_ids = torch.empty_like(rows)
     decode_inputs(token_ids, context_lens, next_positions, last_tokens, rows)
@@ -141,8 +141,9 @@ def decode_step(
         silu_mul(activation, gate_up)
         hidden.add_(_linear(activation, down_weight))
     matvec(logits, _normed(hidden, final_norm, eps), lm_head)
-    if greedy:
-        _take_best(sampled, last_tokens, logits, rows)
+    if temperature is not None and seeds is not None:
+        none, scratch = torch.zeros_like(temperature), (workspace, workspace)
+        sample(sampled, last_tokens, logits, rows, context_lens, temperature, none, none + 1, none, seeds, *scratch)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

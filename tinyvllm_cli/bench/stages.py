@@ -75,9 +75,10 @@ def measure_stages(
             rope_table,
             rows,
             block_table,
+            torch.zeros(count, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
             config.rms_norm_eps,
             config.head_dim**-0.5,
-            True,
             times=times,
         )
         started, ended = times[:, 0, 0], times[:, :, 1].amax(dim=0)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the cards that have both bulk copies and shared memory enough."""
 MAX_ROWS, MAX_LAYERS, MAX_HIDDEN = 8, 64, 4096
-HEADER_WORDS = 64
+HEADER_WORDS = 64 + 8 * 256 * 4
+"""A header, and a summary of each of 256 segments of 8 rows of logits."""
 ERROR_WORDS = slice(4, 8)
 EXPECTED_CTAS, MAX_SPLITS = 132, 16
 STAGES = ("qkv", "attention", "o", "gate_up", "down")
@@ -54,7 +55,7 @@ def exchange_offsets(config: ModelConfig, num_rows: int) -> dict[str, int]:
 
 
 def workspace_words(config: ModelConfig, dtype: str, max_rows: int) -> int:
-    """int32 words that batches of up to `max_rows` need: a header and two sets; the header alone if unsupported."""
+    """int32 words that batches of up to `max_rows` need: HEADER_WORDS and two sets; the former alone if unsupported."""
     if not is_supported(config, dtype):
         return HEADER_WORDS
     batches = range(1, min(max_rows, MAX_ROWS) + 1)

@@ -17,6 +17,7 @@ from tinyvllm_cli import ops, reference
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
     from tinyvllm_cli.checkpoint.weights import Weights
+    from tinyvllm_cli.model.sampling import SamplingState
 
 StageHook = Callable[[str, int], None]
 """Called after each stage with its name (`memory.plan.STAGES`) and layer, -1 outside the layers: tests and profiles. An
@@ -126,10 +127,11 @@ class Llama:
         x = b["normed"][: rows.size(0)]
         ops.argmax_linear_hopper(sampled, last_tokens, b["best_logits"], x, self.weights.lm_head, rows)
 
-    def decode(self, state: dict[str, Tensor], greedy: bool) -> Tensor:
+    def decode(self, state: dict[str, Tensor], params: SamplingState | None) -> Tensor:
         """A step of a few sequences by the one op `decode_step`: their logits [S, V].
 
-        state: `sampled`, `last_tokens`, `next_positions`, `context_lens` and `rows`, as the op has them.
+        state: `sampled`, `last_tokens`, `next_positions`, `context_lens` and `rows`, as the op has them; with the
+        parameters of all rows it samples too.
         """
         w, b = self.weights, self.buffers
         logits = b["logits"][: state["rows"].size(0)]
@@ -148,9 +150,10 @@ class Llama:
             b["rope_table"],
             state["rows"],
             self.block_table,
+            params.temperature if params else None,
+            params.seeds if params else None,
             self.config.rms_norm_eps,
             self.scale,
-            greedy,
         )
         return logits
 

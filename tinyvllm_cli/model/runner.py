@@ -304,30 +304,30 @@ class ModelRunner:
         penalties = self.params.any_penalties(plan.rows)
         fused = self.can_fuse and int(plan.context_lens.max()) <= FUSED_CONTEXTS.get(bucket, 0)
         needs_logits = penalties or (plan.wants_logprobs and not fused)
-        skips_logits = fused or ops.suits_hopper(self.buffers["normed"][:bucket])
-        greedy = skips_logits and not needs_logits and self.params.all_greedy(plan.rows)
-        self.graphs.run((bucket, penalties, fused, greedy), lambda: self._decode(bucket, penalties, fused, greedy))
+        suits = fused or ops.suits_hopper(self.buffers["normed"][:bucket])
+        inside = suits and not needs_logits and self.params.all_plain(plan.rows, may_draw=fused)
+        self.graphs.run((bucket, penalties, fused, inside), lambda: self._decode(bucket, penalties, fused, inside))
         if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
             self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
         return self.sampled[:num_seqs]
 
-    def _decode(self, bucket: int, penalties: bool, fused: bool, greedy: bool) -> None:
-        """fused: by `decode_step`; greedy: all rows take the largest logit, which the last product finds by itself."""
+    def _decode(self, bucket: int, penalties: bool, fused: bool, inside: bool) -> None:
+        """fused: by `decode_step`; inside: it, or else the last product, finds the tokens by itself."""
         rows, context_lens = self.decode_rows[:bucket], self.context_lens[:bucket]
         next_positions, sampled = self.next_positions[:bucket], self.sampled[:bucket]
         if fused:
-            state = {"rows": rows, "context_lens": context_lens, "next_positions": next_positions}
-            logits = self.model.decode(state | {"sampled": sampled, "last_tokens": self.last_tokens}, greedy)
+            state = {"rows": rows, "context_lens": context_lens, "next_positions": next_positions, "sampled": sampled}
+            logits = self.model.decode(state | {"last_tokens": self.last_tokens}, self.params if inside else None)
         else:
             token_ids = self.token_ids[:bucket]
             ops.decode_inputs(token_ids, context_lens, next_positions, self.last_tokens, rows)
             batch = Batch(token_ids, rows, context_lens)
             self.model.trunk(batch, decode_splits(bucket, self.config.num_kv_heads))
-            if greedy:
+            if inside:
                 self.model.greedy_tokens(sampled, self.last_tokens, rows)
             else:
                 logits = self.model.logits(batch)
-        if not greedy:
+        if not inside:
             self._sample(sampled, logits, rows, context_lens, penalties)
 
 

@@ -55,6 +55,7 @@ class SamplingState:
         self.mirror["repetition"].fill(1)
         self.mirror["num_logprobs"].fill(-1)
         self.penalized = np.zeros(max_num_seqs, dtype=np.bool_)  # rows with penalties, those left behind included
+        self.filtered = np.zeros(max_num_seqs, dtype=np.bool_)  # rows that draw from some tokens only
         self.some_penalized = False
 
     def update(self, row_updates: tuple[tuple[int, SamplingParams], ...]) -> None:
@@ -71,6 +72,7 @@ class SamplingState:
             mirror["top_k"][row] = min(p.top_k, self.token_counts.size(1))  # int32; all tokens are no fewer
             mirror["num_logprobs"][row] = -1 if p.logprobs is None else p.logprobs
             self.penalized[row] = p.has_penalties
+            self.filtered[row] = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         self.some_penalized = bool(self.penalized.any())
         self.device.copy_(torch.from_numpy(self.host), non_blocking=True)
 
@@ -78,9 +80,9 @@ class SamplingState:
         """Whether some of `rows` has penalties."""
         return self.some_penalized and bool(self.penalized[rows].any())
 
-    def all_greedy(self, rows: npt.NDArray[np.int32]) -> bool:
-        """Whether each of `rows` just takes the largest logit."""
-        return not self.mirror["temperature"][rows].any()
+    def all_plain(self, rows: npt.NDArray[np.int32], may_draw: bool) -> bool:
+        """Whether each of `rows` just takes the largest logit or, if they may draw, any token by its probability."""
+        return not (self.filtered if may_draw else self.mirror["temperature"])[rows].any()
 
     def remember(self, histories: tuple[History, ...]) -> None:
         """Takes the tokens of rows that have new owners with penalties."""
