@@ -1,5 +1,5 @@
-// One decode step of a Llama for 1 to 8 rows in one kernel: logits[i] = model(token_ids[i] at positions[i]), K and V stored.
-// Shapes as in launch.h; all layers' weights bf16 or fp16, activations of that dtype, sums and logits fp32.
+// One decode step of a Llama for 1 to 8 rows in one kernel: logits[i] = model(last_tokens[rows[i]] at next_positions[i]),
+// K and V stored, and the row's next token, the largest logit or drawn at its temperature. Shapes as in launch.h; all layers' weights bf16 or fp16, activations of that dtype, sums and logits fp32.
 // Grid: one CTA per SM, all resident. One warp of a CTA streams its share of all weights through a ring in shared memory
 //   and never waits for activations; eight warps do the layers' work. 5 stages a layer: qkv (norm, RoPE, KV store),
 //   attention, o (residual), gate/up (norm, SiLU), down (residual); then logits (norm).

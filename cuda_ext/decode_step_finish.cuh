@@ -64,8 +64,8 @@ __device__ __forceinline__ Operand prepare_output(const StepArguments<T>& a, con
 // is behind a norm.
 template <typename T, int head_dim, int stage>
 __device__ __forceinline__ void finish_output(const StepArguments<T>& a, StepShared& s, const Output& o,
-                                              const Operand& operand, int layer, uint32_t* layer_words, int first_tile, int num_tiles,
-                                              const float* partial,
+                                              const Operand& operand, int layer, uint32_t* layer_words,
+                                              int first_tile, int num_tiles, const float* partial,
                                               const float (&squares)[kStepWarps][kMaxStepRows],
                                               const Patience& patience) {
   const int tile = first_tile + o.in_round;

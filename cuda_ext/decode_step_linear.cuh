@@ -248,7 +248,8 @@ __device__ __forceinline__ void multiply_tiles(const Fragments<kGroups, kHeld>& 
     for (int strip = 0; strip < kHeld; ++strip) {
       if (first_strip + strip >= l.num_strips) break;
       const bool first_landed = has_ended(shared_address(&s.full[at.slot][0]), at.parity);
-      if (!has_ended(shared_address(&s.full[at.slot][1]), at.parity)) wait_for(&s.full[at.slot][1], at.parity, patience);
+      const bool second_landed = has_ended(shared_address(&s.full[at.slot][1]), at.parity);
+      if (!second_landed) wait_for(&s.full[at.slot][1], at.parity, patience);
       if (!first_landed) wait_for(&s.full[at.slot][0], at.parity, patience);
       multiply_strip<T, kGroups, kHeld>(sums, x, strip, mine + at.slot * kTileBytes);
       __syncwarp();

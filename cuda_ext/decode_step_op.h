@@ -65,9 +65,10 @@ void decode_step_op(const Tensor& logits, const Tensor& sampled, const Tensor& l
       floats(logits), ints(sampled), ints(last_tokens), ints(next_positions), ints(context_lens), kv_cache.data_ptr(),
       ints(workspace), workspace.numel(), times ? static_cast<int64_t*>(times->data_ptr()) : nullptr, weights, shape,
       floats(rope_table), ints(rows), ints(block_table), temperature ? floats(*temperature) : nullptr,
-      seeds ? static_cast<const int64_t*>(seeds->data_ptr()) : nullptr, call.fits_int("width of block_table", block_table.size(1)),
-      call.fits_int("rows", num_rows), call.fits_int("blocks", kv_cache.size(1)), block_size, static_cast<float>(eps),
-      static_cast<float>(scale), call.fits_int("num_stages", stages), dtype, call.stream()));
+      seeds ? static_cast<const int64_t*>(seeds->data_ptr()) : nullptr,
+      call.fits_int("width of block_table", block_table.size(1)), call.fits_int("rows", num_rows),
+      call.fits_int("blocks", kv_cache.size(1)), block_size, static_cast<float>(eps), static_cast<float>(scale),
+      call.fits_int("num_stages", stages), dtype, call.stream()));
 }
 
 }  // namespace

@@ -137,7 +137,9 @@ struct Worker {
       const int first_tile = share.first + round;
       const int num_tiles = min(kRoundTiles, share.count - round);
       float* partial = partials + parity % 2 * kRoundTiles * tile_partials(a.num_rows);
-      if (round > 0) operand = prepare_output<T, head_dim, stage>(a, s, output, layer, layer_words, first_tile, num_tiles);
+      if (round > 0) {
+        operand = prepare_output<T, head_dim, stage>(a, s, output, layer, layer_words, first_tile, num_tiles);
+      }
       for (int strip = 0; strip < l.num_strips; strip += held) {
         if constexpr (!loads_once) {
           load_input<stage>(x, l, layer, layer_words, strip);

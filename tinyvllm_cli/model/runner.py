@@ -36,13 +36,13 @@ IN_FLIGHT = 4
 """Steps that may be launched and not yet collected."""
 SUSPICIOUS_SECONDS = 1.0
 """A step that took longer may hold a decode kernel that gave up waiting, which takes it 2 seconds."""
-FUSED_CONTEXTS = dict.fromkeys(range(1, ops.DECODE_STEP_MAX_ROWS + 1), 256)
+FUSED_CONTEXTS = {1: 12_288, 2: 8_192, 3: 5_120, 4: 3_584, 5: 2_560, 6: 1_792, 7: 1_280, 8: 896}
 """Batch size -> the longest context of a row up to which decodes run as the one op `decode_step`.
 
-Llama-3.2-1B on an H200, ms a step of captured single ops / of decode_step; above 256 tokens it splits contexts:
-batch                 1              2              4              8
-context 128     0.750 / 0.648  0.771 / 0.661  0.769 / 0.686  0.829 / 0.767
-context 1,024   0.778 / 0.778  0.828 / 0.841  0.841 / 0.900  0.916 / 1.011
+Llama-3.2-1B on an H200, ms a step of captured single ops / of decode_step (0.007 to 0.015 more where it draws):
+1, 2, 4, 8 at 128  0.771 / 0.639  0.764 / 0.651  0.788 / 0.682  0.827 / 0.784
+at 1,024 tokens    0.799 / 0.669  0.799 / 0.715  0.852 / 0.757  0.920 / 0.929
+at 4,000 tokens    0.817 / 0.717  0.852 / 0.793  0.924 / 0.933  1.085 / 1.376
 """
 ALIGN = 4
 """Packed int32 inputs start at multiples of so many elements (16 bytes)."""
