@@ -1,7 +1,8 @@
 """1,000 greedy tokens of whole models by the fused decode step against those of the single ops, through the engine.
 
 The two may part only where the single ops' two best tokens are closer than twice the largest difference of a best or
-second-best token's log-probability where they agree; from there on both continue with the single ops' token.
+second-best token's log-probability where they agree; from there on both continue with the single ops' token. The mean
+of these differences tells a wrong kernel from rounding: single tokens of the demo differ by 2 between bf16 and fp32.
 `python tests/test_decode_step_tokens.py FOLDER [TOKENS]` checks any checkpoint, batch 1 to 8.
 """
 
@@ -20,8 +21,8 @@ from tinyvllm_cli.llm import LLM
 from tinyvllm_cli.model import runner
 
 ALWAYS = dict.fromkeys(range(1, 9), 1 << 30)
-MOST_NOISE = 1.0
-"""More difference of a log-probability than rounding to bfloat16 explains; on the CPU it comes to 0.25."""
+MOST_NOISE = 0.1
+"""More mean difference of log-probabilities than rounding to bfloat16 explains; on the CPU it comes to 0.02."""
 SHARPER = 4
 """Times so much the logits of random weights differ clearly."""
 Answer = tuple[list[int], list[TokenLogprobs]]
@@ -52,7 +53,7 @@ def check_tokens(model: str | ModelConfig, batches: tuple[int, ...], num_tokens:
         vocab = min(llm.config.vocab_size, 1000)
         prompts = [torch.randint(0, vocab, (1 + 3 * i,), generator=generator).tolist() for i in range(batch)]
         expected = answers(llm, prompts, [num_tokens] * batch, fused=False)
-        started, noise, partings = [0] * batch, 0.0, []
+        started, noises, partings = [0] * batch, [], []
         while unfinished := [i for i in range(batch) if started[i] < num_tokens]:
             again = [prompts[i] + expected[i][0][: started[i]] for i in unfinished]
             found = answers(llm, again, [num_tokens - started[i] for i in unfinished], fused=True)
@@ -62,14 +63,15 @@ def check_tokens(model: str | ModelConfig, batches: tuple[int, ...], num_tokens:
                 for ours, theirs in zip(best[:same], truth_best[:same], strict=True):
                     known = dict(zip(theirs.token_ids, theirs.values, strict=True))
                     pairs = zip(ours.token_ids, ours.values, strict=True)
-                    noise = max([noise, *(abs(value - known[t]) for t, value in pairs if t in known)])
+                    noises += [abs(value - known[t]) for t, value in pairs if t in known]
                 if same < len(truth):
                     partings.append((truth_best[same].values[1] - truth_best[same].values[2], i, started[i] + same))
                 started[i] += same + 1
-        assert noise < MOST_NOISE, noise
+        mean, noise = sum(noises) / len(noises), max(noises)
+        assert mean < MOST_NOISE, f"batch {batch}: mean noise {mean:.4f}, largest {noise:.4f}"
         gap, row, step = max(partings, default=(0.0, 0, 0))
         assert gap <= 2 * noise, f"batch {batch}: row {row} parts at step {step}, gap {gap:.4f}, noise {noise:.4f}"
-        told.append(f"batch {batch}: {len(partings)} of {batch * num_tokens} part, gap {gap:.4f}, noise {noise:.4f}")
+        told.append(f"batch {batch}: {len(partings)} part, gap {gap:.4f}, noise {noise:.4f}, on average {mean:.4f}")
     return "\n".join(told)
 
 
