@@ -1,10 +1,11 @@
 // sampled[m] = the n with the largest sum_k x[m, k] * weight[n, k], the lowest of equal ones; so the logits stay inside.
+// As in sample.cu, -1 where a sum is NaN or the largest is infinite.
 // x [M, K], weight [N, K] of one 16-bit dtype, contiguous; M up to 128. ranks uint64 [M] holds each row's best so far.
 // Grid: as linear_hopper, without clusters: a CTA takes units of 128 features and keeps the best of each row in registers.
 // Traffic: 2 N K bytes of weights, bound by bandwidth; then a kernel of one thread a row turns ranks into tokens.
 // Limits: bf16 or fp16; in_features a multiple of 8; compute capability 9.0.
-#include "argmax.cuh"
 #include "linear_hopper.cuh"
+#include "rank.cuh"
 
 #pragma nv_diag_suppress 177  // unused: elsewhere than on sm_90a the kernel is empty
 
@@ -37,10 +38,8 @@ __device__ __forceinline__ void run_argmax(Rank* ranks, const CUtensorMap& x_map
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i) {
         const float logit = sums[i / 2 * 4 + 2 * upper + i % 2];
-        if (logit > best[i]) {
-          best[i] = logit;
-          token[i] = feature;
-        }
+        token[i] = logit > best[i] ? feature : token[i];
+        best[i] = max_or_nan(best[i], logit);
       }
     }
   });
@@ -79,13 +78,13 @@ __global__ void take_best_kernel(int32_t* sampled, int32_t* last_tokens, Rank* r
                                  int num_rows) {
   allow_next_kernel();
   wait_for_previous_kernel();
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const int i = threadIdx.x;
   if (i >= num_rows) return;
   const int row = rows[i];
-  const int token = row >= 0 ? token_of(ranks[i]) : -1;
+  const int token = row >= 0 ? token_of_rank(ranks[i]) : -1;
   ranks[i] = 0;
   sampled[i] = token;
-  if (row >= 0) last_tokens[row] = token;
+  if (row >= 0) last_tokens[row] = max(token, 0);
 }
 
 template <typename T, int kRows>
@@ -102,13 +101,6 @@ cudaError_t launch_argmax(Rank* ranks, const void* x, const void* weight, Work w
 }
 
 }  // namespace
-
-cudaError_t take_best(int32_t* sampled, int32_t* last_tokens, unsigned long long* ranks, const int32_t* rows,
-                      int num_rows, cudaStream_t stream) {
-  constexpr int threads = 128;
-  return launch(take_best_kernel, ceil_div(num_rows, threads), threads, 0, stream, sampled, last_tokens, ranks, rows,
-                num_rows);
-}
 
 cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t* ranks, const void* x,
                                  const void* weight, const int32_t* rows, int num_rows, int out_features,
@@ -131,7 +123,9 @@ cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t
       return launch_argmax<T, decltype(row_count)::value>(best, x, weight, work, in_features, stream);
     });
   });
-  return error == cudaSuccess ? take_best(sampled, last_tokens, best, rows, num_rows, stream) : error;
+  if (error != cudaSuccess) return error;
+  return launch(take_best_kernel, 1, ceil_div(num_rows, kWarpSize) * kWarpSize, 0, stream, sampled, last_tokens, best,
+                rows, num_rows);
 }
 
 }  // namespace tinyvllm

@@ -125,8 +125,8 @@ __device__ __forceinline__ void advance_row(const StepArguments<T>& a, const Ste
   best = __shfl_sync(kAllLanes, best, 0);
   int token = -1;
   if (a.temperature != nullptr && row >= 0) {
-    token = index_of_rank(best);
-    if (s.scale[i] > 0.0f) {
+    token = token_of_rank(best);
+    if (token >= 0 && s.scale[i] > 0.0f) {
       Row logits = row_of(a, s, i);
       logits.largest = value_of_rank(best);
       const int drawn = draw_by_warp(logits, summaries + i * kSegments, uniform(a.seeds[row], s.length[i]));
@@ -138,7 +138,7 @@ __device__ __forceinline__ void advance_row(const StepArguments<T>& a, const Ste
     if (row >= 0) a.next_positions[i] = s.length[i];
     if (a.temperature != nullptr) {
       a.sampled[i] = token;
-      if (row >= 0) a.last_tokens[row] = token;
+      if (row >= 0) a.last_tokens[row] = max(token, 0);
     }
   }
 }

@@ -109,7 +109,7 @@ __device__ __forceinline__ void finish_output(const StepArguments<T>& a, StepSha
       *reinterpret_cast<uint32_t*>(target) = word;
     }
   } else if constexpr (stage == kGateUp) {
-    x = __fdividef(x, 1.0f + __expf(-x)) * y;
+    x = silu(x) * y;
     const float other = __shfl_xor_sync(kAllLanes, x, 1);
     if (!real || part % 2 != 0) return;
     const int element = o.row * a.intermediate_size + tile * kHalfRows + part;

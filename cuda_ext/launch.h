@@ -101,7 +101,8 @@ cudaError_t attention_prefill(void* out, const void* q, int64_t q_stride, const 
 
 // One token per row of logits (float [num_rows, vocab_size]). rows[i] selects the parameters: temperature (0: argmax,
 // lowest index wins ties), top_k (0: off), top_p (1: off), min_p (0: off), seed. The draw of a row depends on its seed
-// and positions[i] only (Philox4x32-10, key = seed, counter = position). Writes sampled[i] and last_tokens[rows[i]].
+// and positions[i] only (Philox4x32-10, key = seed, counter = position). Writes sampled[i] and last_tokens[rows[i]]: -1
+// and 0 where a logit is NaN or the largest of them infinite.
 // workspace: float [num_rows * sample_workspace_floats()], counters int32 [num_rows], zero before and after.
 cudaError_t sample(int32_t* sampled, int32_t* last_tokens, const float* logits, const int32_t* rows,
                    const int32_t* positions, const float* temperature, const int32_t* top_k, const float* top_p,

@@ -3,7 +3,7 @@
 // Grid: one CTA per row; rows that ask for none (-1) and padding (row -1) return at once.
 // Traffic: 4 V bytes for each row that asks, from L2 then k + 1 times more: a pass finds the largest logit below the last.
 // Limits: W at least 1; beyond a vocabulary of fewer tokens the columns get token -1. Sums have a fixed order.
-#include "common.cuh"
+#include "rank.cuh"
 
 namespace tinyvllm {
 namespace {
@@ -11,20 +11,9 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
 
-// The greatest rank belongs to the largest logit, and to the lowest token among equal logits. No rank is 0.
-__device__ __forceinline__ uint64_t rank_of(float logit, int token) {
-  const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 becomes 0
-  const uint32_t key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(token);
-}
-
 // The greatest of the CTA's values, for every thread.
 __device__ uint64_t cta_max(uint64_t value, uint64_t* partial) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, value, offset);
-    value = other > value ? other : value;
-  }
+  value = warp_max_rank(value);
   __syncthreads();  // the readers of the previous call are done
   if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
   __syncthreads();
@@ -52,7 +41,7 @@ __global__ __launch_bounds__(kThreads) void logprobs_kernel(float* values, int32
     best = rank > best ? rank : best;
   }
   best = cta_max(best, partial);
-  const float largest = row_logits[~static_cast<uint32_t>(best)];
+  const float largest = row_logits[index_of_rank(best)];
   float sum = 0.0f;
   for (int token = threadIdx.x; token < vocab_size; token += kThreads) sum += expf(row_logits[token] - largest);
   const float log_sum = largest + logf(cta_sum<kThreads>(sum));
@@ -65,7 +54,7 @@ __global__ __launch_bounds__(kThreads) void logprobs_kernel(float* values, int32
   }
   for (int k = 1; k < width && k <= asked; ++k) {
     if (threadIdx.x == 0) {
-      const int token = best > 0 ? static_cast<int>(~static_cast<uint32_t>(best)) : -1;
+      const int token = best > 0 ? index_of_rank(best) : -1;
       token_ids[k] = token;
       values[k] = token >= 0 ? row_logits[token] - log_sum : -INFINITY;
     }

@@ -1,4 +1,5 @@
-// The largest logit; or the first index at which the kept exp(logit / temperature) add up to more than u of their sum.
+// The largest logit; or the first index at which the kept exp(logit / temperature) add up to more than u of their sum;
+// or -1, and 0 for the next step, where a logit is NaN or the largest of them infinite.
 // logits float [R, V], contiguous; parameters by rows[i]; u in (0, 1) is Philox4x32-10 of (seed, position).
 // Grid: (parts of a row, row). Warps summarise 256 segments of a row; the last CTA of a row to finish draws its token.
 // Traffic: 4 R V bytes. Top-k, top-p, or both read their row 4, 4 or 6 times more, by one CTA; min-p alone once more.
@@ -103,8 +104,8 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm) void sample_kernel(
     smallest = fminf(smallest, warp_smallest[w]);
   }
 
-  int token = index_of_rank(rank);
-  if (row.scale > 0.0f) {
+  int token = token_of_rank(rank);
+  if (token >= 0 && row.scale > 0.0f) {
     row.largest = value_of_rank(rank);
     row.min_p = min_p[sequence_row];
     const int k = top_k[sequence_row] < vocab_size ? top_k[sequence_row] : 0;
@@ -121,7 +122,7 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm) void sample_kernel(
   }
   if (threadIdx.x == 0) {
     sampled[i] = token;
-    last_tokens[sequence_row] = token;
+    last_tokens[sequence_row] = max(token, 0);
   }
 }
 

@@ -4,7 +4,7 @@
 
 #include <cfloat>
 
-#include "common.cuh"
+#include "rank.cuh"
 
 namespace tinyvllm {
 namespace {
@@ -14,16 +14,6 @@ constexpr int kSegments = 256;            // of a row
 constexpr int kBins = 2048;               // of a row's histogram
 constexpr int kBatch = 16;                // logits that a thread loads before it uses the first
 constexpr float kOne = 1099511627776.0f;  // 2^40, the weight of the largest logit
-
-// Keys have the order of the floats.
-__device__ __forceinline__ uint32_t key_of(float value) {
-  const uint32_t bits = __float_as_uint(value + 0.0f);  // -0 becomes 0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float value_of(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
 
 __device__ __forceinline__ int segment_size(int vocab_size) { return ceil_div(vocab_size, kSegments * kWarpSize) * kWarpSize; }
 
@@ -79,31 +69,11 @@ __device__ __forceinline__ void for_each_logit(const Row& row, int begin, int en
 }
 
 struct alignas(16) Summary {
-  float largest;
+  float largest;   // NaN if there is one
   float smallest;  // of the finite ones
   float sum;       // of exp((logit - largest) / temperature)
   int32_t argmax;
 };
-
-// The greatest rank belongs to the largest value, and to the lowest index among equal values.
-__device__ __forceinline__ uint64_t rank_of(float value, int index) {
-  return static_cast<uint64_t>(key_of(value)) << 32 | ~static_cast<uint32_t>(index);
-}
-
-__device__ __forceinline__ float value_of_rank(uint64_t rank) { return value_of(static_cast<uint32_t>(rank >> 32)); }
-
-__device__ __forceinline__ int index_of_rank(uint64_t rank) {
-  return static_cast<int>(~static_cast<uint32_t>(rank));
-}
-
-__device__ __forceinline__ uint64_t warp_max_rank(uint64_t rank) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, rank, offset);
-    rank = other > rank ? other : rank;
-  }
-  return rank;
-}
 
 // By one warp, which gets the same result in every lane.
 __device__ __forceinline__ Summary summarise(const Row& row, int segment) {
@@ -125,7 +95,7 @@ __device__ __forceinline__ Summary summarise(const Row& row, int segment) {
         best = values[i];
         argmax = mine + i * kWarpSize;
       }
-      smallest = fminf(smallest, values[i] == -INFINITY ? FLT_MAX : values[i]);
+      smallest = min_or_nan(smallest, values[i] == -INFINITY ? FLT_MAX : values[i]);
     }
     if (row.scale > 0.0f) {
       const float before = largest;
@@ -136,7 +106,7 @@ __device__ __forceinline__ Summary summarise(const Row& row, int segment) {
       for (int i = 0; i < kBatch; ++i) sum += exp2f((values[i] - base) * row.scale);
     }
   }
-  const uint64_t rank = warp_max_rank(rank_of(best, argmax));
+  const uint64_t rank = warp_max_rank(rank_of(isnan(smallest) ? smallest : best, argmax));
   return {value_of_rank(rank), -warp_max(-smallest), warp_sum(sum), index_of_rank(rank)};
 }
 

@@ -240,6 +240,24 @@ def test_decode_step_draws_as_sample_does(device: str, size: str, count: int) ->
             step.run(workspace, temperatures=temperatures)
 
 
+@pytest.mark.parametrize("feature", [0, 131, 299])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_decode_step_finds_no_token_where_logits_are_no_numbers(device: str, temperature: float, feature: int) -> None:
+    """As `sample`, with which `run` compares; of a row without numbers, and of a single logit in all rows."""
+    step = Step.make(SIZES["even"], [5, 0, 40, 7, 300], torch.bfloat16, device)
+    token_ids, workspace, embed = step.inputs["token_ids"], step.workspace(), step.weights.embed.clone()
+    temperatures = torch.full((len(step.inputs["block_table"]),), temperature, device=device)
+    for value in (torch.nan, torch.inf):
+        step.weights.embed[token_ids[2]] = value
+        spoiled = step.run(workspace, temperatures=temperatures).isnan().all(dim=1)
+        assert torch.equal(spoiled[[0, 2, 3, 4]], (token_ids == token_ids[2])[[0, 2, 3, 4]])
+    step.weights.embed.copy_(embed)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        step.weights.lm_head[feature, :2] = torch.tensor([value, 0])
+        logits = step.run(workspace, temperatures=temperatures)[[0, 2, 3, 4]]
+        assert logits.isfinite().sum(dim=1).tolist() == [299] * 4
+
+
 @pytest.mark.parametrize("length", [257, 512, 1025, 2049, 4097, 8000])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_decode_step_splits_long_contexts(device: str, count: int, length: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from test_ops import REPEATS, check, each_dtype, poisoned, randn
@@ -89,6 +91,28 @@ def test_argmax_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
             assert sampled.tolist() == torch.where(real, expected, -1).tolist()
             assert last[owners[real]].tolist() == expected[real].tolist()
             assert int((last != -7).sum()) == rows - 1
+            assert not ranks.any()
+
+
+@pytest.mark.parametrize("feature", [0, 7, 140, 899])
+@pytest.mark.parametrize("rows", [9, 33, 65, 128])
+def test_argmax_linear_hopper_without_numbers(device: str, rows: int, feature: int) -> None:
+    """Rows with NaN, with +inf and with nothing but -inf have no token; those with some -inf have one."""
+    for dtype, g in each_dtype(device):  # whole numbers, whose sums are exact
+        x, weight = (torch.randint(1, 4, (size, 264), generator=g).to(device, dtype) for size in (rows, 900))
+        x[1, 5], x[2, 1], x[rows - 1, 2] = math.nan, math.inf, -math.inf
+        owners = torch.randperm(rows + 3, generator=g)[:rows].to(device, torch.int32)
+        ranks = torch.zeros(rows, dtype=torch.int64, device=device)
+        for value in (1.0, -math.inf, math.inf, math.nan, -math.nan):
+            weight[feature, 3] = value
+            logits = x.float() @ weight.float().t()
+            best = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1).int()
+            assert int((best >= 0).sum()) == (rows - 3 if value < 2 else 0)
+            sampled = torch.full((rows,), -7, dtype=torch.int32, device=device)
+            last = torch.full((rows + 3,), -7, dtype=torch.int32, device=device)
+            ops.argmax_linear_hopper(sampled, last, ranks, x, weight, owners)
+            assert sampled.tolist() == best.tolist()
+            assert last[owners.long()].tolist() == sampled.clamp_min(0).tolist()
             assert not ranks.any()
 
 

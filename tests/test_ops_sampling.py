@@ -87,6 +87,41 @@ def test_sample_agrees_with_reference(device: str, params: dict[str, list[float]
     assert int(args[-1].abs().sum()) == 0
 
 
+NO_NUMBERS = ("NaN", "negative NaN", "NaN at the end", "all NaN", "infinity", "all -inf")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.1}],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab_size", [1, 300, 49157])
+def test_no_token_where_logits_are_no_numbers(device: str, params: dict[str, float], vocab_size: int) -> None:
+    """And 0 for the next step; other rows, which may have some -inf, are what they were."""
+    g = torch.Generator().manual_seed(7)
+    logits = torch.randn(len(NO_NUMBERS) + 3, vocab_size, generator=g) - 9
+    places = (0, vocab_size // 2, vocab_size - 1, slice(None), vocab_size // 3, slice(None))
+    negative = torch.tensor(-(1 << 22), dtype=torch.int32).view(torch.float32)  # bits 0xffc00000
+    values = (math.nan, negative, math.nan, math.nan, math.inf, -math.inf)
+    for row, (place, value) in enumerate(zip(places, values, strict=True)):
+        logits[row, place] = value
+    logits[-2, 1:] = -math.inf
+    logits[-1] = -3e38
+    good = len(NO_NUMBERS)
+    many = {"temperature": [0.0] * len(logits)} | {name: [value] * len(logits) for name, value in params.items()}
+    sampled, last, args = sample_args(logits, device, **many)
+    args[1].copy_(torch.arange(len(logits)).flip(0))
+    ops.sample(sampled, last, *args)
+    assert sampled.tolist()[:good] == [-1] * good
+    assert last.flip(0).tolist() == sampled.clamp_min(0).tolist()
+    assert not args[-1].any()
+    expected, last, args = sample_args(logits, "cpu", **many)
+    args[1].copy_(torch.arange(len(logits)).flip(0))
+    reference.sample(expected, last, *args)
+    assert sampled.tolist() == expected.tolist()
+    assert min(expected[good:].tolist()) >= 0
+
+
 def test_sample_statistics(device: str) -> None:
     """The odds of four tokens, 20,000 draws each with and without a filter, within 5 standard deviations."""
     count, odds = 20_000, [0.1, 0.2, 0.3, 0.4]
@@ -185,8 +220,11 @@ def test_logprobs(device: str, vocab_size: int) -> None:
 
 
 def test_logprobs_without_any_hope(device: str) -> None:
-    """Logits that are all -inf, as a broken model may give: no endless loop, and no number that passes for one."""
-    values, token_ids = torch.zeros(1, 3, device=device), torch.zeros(1, 3, dtype=torch.int32, device=device)
-    zero = torch.zeros(1, dtype=torch.int32, device=device)
-    ops.logprobs(values, token_ids, torch.full((1, 40), -math.inf, device=device), zero, zero, zero + 2)
-    assert not values.isfinite().any()
+    """Logits that are no numbers, as a broken model may give: no endless loop, and no number that passes for one."""
+    for broken in (-math.inf, math.nan, -math.nan, math.inf):
+        values, token_ids = torch.zeros(1, 3, device=device), torch.zeros(1, 3, dtype=torch.int32, device=device)
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        ops.logprobs(values, token_ids, torch.full((1, 40), broken, device=device), zero - 1, zero, zero + 2)
+        assert not values.isfinite().any()
+        assert token_ids.tolist()[0][0] == -1
+        assert all(-1 <= token < 40 for token in token_ids.tolist()[0])

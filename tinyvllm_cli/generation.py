@@ -190,7 +190,10 @@ class Requests:
         return request_id
 
     def step(self) -> list[TextPiece | RequestOutput]:
-        """Runs the engine one step on; returns new pieces of streamed requests, and the requests that are finished."""
+        """Runs the engine one step on; returns new pieces of streamed requests, and the requests that are finished.
+
+        Raises LogitsError as the engine does: see `request_of` and `abort`.
+        """
         told: list[TextPiece | RequestOutput] = []
         for event in self._engine.step():
             sample = self._samples.get(event.seq_id)
@@ -213,6 +216,10 @@ class Requests:
                 outputs += [event for event in self.step() if isinstance(event, RequestOutput)]
                 obey()
         return sorted(outputs, key=lambda output: output.request_id)
+
+    def request_of(self, seq_id: int) -> int:
+        """The request that an unfinished sequence of the engine belongs to."""
+        return self._samples[seq_id].request.output.request_id
 
     def abort(self) -> None:
         """Takes back all that is not finished, and waits for what the engine has launched."""

@@ -17,7 +17,7 @@ from tinyvllm_cli.checkpoint.weights import load_weights
 from tinyvllm_cli.engine.blocks import BlockPool
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.scheduler import Scheduler
-from tinyvllm_cli.engine.sequence import SamplingParams
+from tinyvllm_cli.engine.sequence import LogitsError, SamplingParams
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.generation import MAX_TOKENS, RequestOutput, Requests, recommended_sampling
 from tinyvllm_cli.memory.budget import MEMORY_FRACTION, available_memory, cpu_kv_bytes, cuda_kv_bytes, pick_dtype
@@ -183,7 +183,9 @@ class LLM:
             for (text, token_ids), own in zip(encoded, each, strict=True):
                 requests.add(check_ids(token_ids, self.config.vocab_size), own, prompt=text)
             return requests.finish_all()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, LogitsError):
+                error.where = f"prompt {requests.request_of(error.seq_id) + 1} of {len(encoded)}"
             requests.abort()
             raise
 

@@ -280,8 +280,9 @@ def sample(
     off), then top_p (the smallest set, by falling probability, that reaches top_p of what is left; 1: all), and the
     token is the first, in vocabulary order, whose cumulative kept probability exceeds u times their sum. u = (x + 0.5)
     / 2^32, x the first word of Philox4x32-10 (Salmon et al. 2011) with key = seed (low word, high word) and counter =
-    (positions[i], 0, 0, 0): a draw depends on the row's seed and position only. Row -1 is padding. workspace and
-    counters as in `launch.h`; unused on the CPU.
+    (positions[i], 0, 0, 0): a draw depends on the row's seed and position only. Row -1 is padding and gets -1. So does
+    a row with NaN or whose largest logit is infinite, and 0 as its last token, for the step that may be on its way.
+    workspace and counters as in `launch.h`; unused on the CPU.
     """
     _ops.sample(
         sampled, last_tokens, logits, rows, positions, temperature, top_k, top_p, min_p, seeds, workspace, counters

@@ -105,8 +105,10 @@ def argmax_linear_hopper(
 
 
 def _take_best(sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tensor) -> None:
-    sampled.copy_(torch.where(rows >= 0, logits.argmax(dim=-1), -1))
-    last_tokens[rows[rows >= 0]] = sampled[rows >= 0]
+    best = logits.argmax(dim=-1)  # NaN is the largest of all
+    known = (rows >= 0) & logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite()
+    sampled.copy_(torch.where(known, best, -1))
+    last_tokens[rows[rows >= 0]] = sampled[rows >= 0].clamp_min(0)
 
 
 def decode_inputs(
@@ -247,20 +249,15 @@ def sample(
     sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tensor, positions: Tensor, temperature: Tensor,
     top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, workspace: Tensor, counters: Tensor,
 ) -> None:  # fmt: skip
-    tokens = logits.argmax(dim=-1).int()
-    for i, row in enumerate(rows.tolist()):
-        if row < 0:
-            tokens[i] = -1
-        elif float(temperature[row]) > 0:
+    _take_best(sampled, last_tokens, logits, rows)
+    for i, (row, best) in enumerate(zip(rows.tolist(), sampled.tolist(), strict=True)):
+        if best >= 0 and float(temperature[row]) > 0:
             probabilities = _kept_probabilities(
                 logits[i].double() / float(temperature[row]), int(top_k[row]), float(top_p[row]), float(min_p[row])
             )
             cumulative = probabilities.cumsum(0)
             draw = uniform(int(seeds[row]), int(positions[i])) * cumulative[-1]
-            tokens[i] = torch.searchsorted(cumulative, draw, right=True)
-    sampled.copy_(tokens)
-    real = rows >= 0
-    last_tokens[rows[real]] = tokens[real]
+            sampled[i] = last_tokens[row] = torch.searchsorted(cumulative, draw, right=True)
 
 
 def _kept_probabilities(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -323,7 +320,7 @@ def logprobs(
         known = functional.log_softmax(logits[i], dim=-1)
         best = known.sort(descending=True, stable=True)
         count = min(asked, len(known))
-        token_ids[i, 0], values[i, 0] = sampled[i], known[sampled[i]]
+        token_ids[i, 0], values[i, 0] = sampled[i], known[sampled[i]] if sampled[i] >= 0 else -torch.inf
         token_ids[i, 1 : asked + 1], values[i, 1 : asked + 1] = -1, -torch.inf
         token_ids[i, 1 : count + 1] = best.indices[:count]
         values[i, 1 : count + 1] = best.values[:count]

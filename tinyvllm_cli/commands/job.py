@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tinyvllm_cli.engine.sequence import SamplingParams
+from tinyvllm_cli.engine.sequence import LogitsError, SamplingParams
 from tinyvllm_cli.errors import UserError
-from tinyvllm_cli.generation import Requests, TextPiece
+from tinyvllm_cli.generation import RequestOutput, Requests, TextPiece
 from tinyvllm_cli.jobs.lines import Prompt
 from tinyvllm_cli.jobs.prompts import PromptSource
 from tinyvllm_cli.jobs.results import InOrder, Model, Record, error_record, is_error, success_record
@@ -121,15 +121,22 @@ class Job:
                 if exhausted:
                     return
                 continue
-            with interrupts.allowed():
-                told = self._requests.step()
-            for event in told:
+            for event in self._step(interrupts):
                 if isinstance(event, TextPiece):
                     self._sink.text(self._prompts[event.request_id], event.text)
                 else:
                     prompt = self._prompts.pop(event.request_id)
                     self._records.add(prompt, success_record(prompt, event, self._model))
             self._report(time.perf_counter() - began)
+
+    def _step(self, interrupts: Interrupts) -> list[TextPiece | RequestOutput]:
+        try:
+            with interrupts.allowed():
+                return self._requests.step()
+        except LogitsError as error:
+            error.where = self._prompts[self._requests.request_of(error.seq_id)].place
+            self._requests.abort()  # nothing is on its way any more
+            raise
 
     def _report(self, seconds: float) -> None:
         result, scheduler = self._result, self._llm.engine.scheduler

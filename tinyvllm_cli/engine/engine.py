@@ -22,7 +22,10 @@ class Runner(Protocol):
         """Starts a step; does not wait for it."""
 
     def collect(self) -> Int32Array:
-        """Waits for the oldest step launched and not yet collected; its tokens, int32 [R], as in `sample_seqs`."""
+        """Waits for the oldest step launched and not yet collected; its tokens, int32 [R], as in `sample_seqs`.
+
+        A token is -1 where the logits are not numbers.
+        """
 
     def logprobs(self) -> StepLogprobs:
         """Of the step last collected, if its plan asked for them."""
@@ -108,6 +111,7 @@ class Engine:
         """Launches the next step, if any; then waits for the oldest one if more than `run_ahead` are on their way.
 
         Returns the events of the step that was waited for: its tokens, then who finished. Call it while `has_work`.
+        Raises LogitsError for a sequence that has no next token; abort all that are unfinished then.
         """
         plan = self.scheduler.schedule()
         if plan is not None:

@@ -28,7 +28,7 @@ import numpy as np
 from tinyvllm_cli.engine.blocks import BlockPool, Int32Array
 from tinyvllm_cli.engine.prefix_cache import Beginning, PrefixCache
 from tinyvllm_cli.engine.refusal import allowed_outputs
-from tinyvllm_cli.engine.sequence import FinishEvent, FinishReason, Sequence, Status, TokenEvent
+from tinyvllm_cli.engine.sequence import FinishEvent, FinishReason, LogitsError, Sequence, Status, TokenEvent
 from tinyvllm_cli.engine.step_plan import FROM_DEVICE, History, StepLogprobs, StepPlan
 
 if TYPE_CHECKING:
@@ -132,10 +132,17 @@ class Scheduler:
     def update(
         self, plan: StepPlan, tokens: Int32Array, logprobs: StepLogprobs | None = None
     ) -> tuple[list[TokenEvent], list[FinishEvent]]:
-        """Takes the tokens, int32 [R], of the oldest plan whose tokens are not known yet, and tells what they bring."""
+        """Takes the tokens, int32 [R], of the oldest plan whose tokens are not known yet, and tells what they bring.
+
+        Raises LogitsError where an unfinished sequence has a negative one: abort all that are unfinished then.
+        """
         launched = self._launched.popleft()
         if launched.plan is not plan or len(tokens) != len(launched.sampled):
             raise RuntimeError(f"tokens of step {plan.step} are not what is awaited for step {launched.plan.step}")
+        if tokens.min(initial=0) < 0:
+            for sequence, token in zip(launched.sampled, tokens.tolist(), strict=True):
+                if token < 0 and sequence.finish_reason is None:
+                    raise LogitsError(sequence.seq_id)
         if logprobs is not None:
             for i, sequence in enumerate(launched.sampled):
                 sequence.keep_logprobs(logprobs, i)

@@ -201,3 +201,15 @@ class FinishEvent(NamedTuple):
 
 
 Event = TokenEvent | FinishEvent
+
+
+class LogitsError(UserError):
+    """There is no next token for a sequence: among its logits is NaN, or the largest of them is not finite."""
+
+    def __init__(self, seq_id: int) -> None:
+        super().__init__(
+            "the model computes no numbers (NaN or infinite) as logits",
+            fix="See whether its weights are whole: tinyvllm inspect DIR --check-data. "
+            "If they are, use --dtype bfloat16, or --device cpu --dtype float32.",
+        )
+        self.seq_id = seq_id

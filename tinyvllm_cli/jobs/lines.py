@@ -70,7 +70,12 @@ class Prompt:
             return str(self.messages[-1].get("content"))
         if self.token_ids is not None:
             return f"{len(self.token_ids)} token ids"
-        return f"line {self.line}"
+        return self.place
+
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        return f"line {self.line}" if self.line else f"prompt {self.index + 1}"
 
 
 def form_of(text: str) -> Literal["text", "jsonl", "openai"]:

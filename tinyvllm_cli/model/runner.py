@@ -24,7 +24,7 @@ from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decod
 from tinyvllm_cli.model.graphs import CudaCapture, StepGraphs, decode_bucket, padded_size, step_size
 from tinyvllm_cli.model.llama import Batch, Chunks, Llama, StageHook
 from tinyvllm_cli.model.rope import rope_table
-from tinyvllm_cli.model.sampling import SamplingState, require_numbers
+from tinyvllm_cli.model.sampling import SamplingState
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
@@ -131,7 +131,7 @@ class ModelRunner:
         self.pending.append((slot, sampled.size(0), time.monotonic()))
 
     def collect(self) -> Int32Array:
-        """Waits for the oldest launched step and returns its tokens, int32 [R], in the order of `sample_seqs`."""
+        """Waits for the oldest launched step; its tokens, int32 [R], in the order of `sample_seqs`, -1 for none."""
         slot, count, launched = self.pending.popleft()
         if self.cuda:
             self.events[slot].synchronize()
@@ -256,8 +256,6 @@ class ModelRunner:
         sampled = self.sampled[:samples]
         if samples:
             logits = self.model.logits(batch, self.hook)
-            if not self.cuda:  # there it would have to be waited for
-                require_numbers(logits)
             self._sample(sampled, logits, sample_rows, sample_positions, self.params.any_penalties(plan.rows))
             if plan.wants_logprobs:
                 self._logprobs(sampled, logits, sample_rows)

@@ -9,8 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinyvllm_cli.errors import UserError
-
 if TYPE_CHECKING:
     from tinyvllm_cli.engine.sequence import SamplingParams
     from tinyvllm_cli.engine.step_plan import History
@@ -94,12 +92,3 @@ class SamplingState:
             )
             counts.index_fill_(0, prompt, 1)
             counts.index_add_(0, answer, torch.full_like(answer, 2, dtype=counts.dtype))
-
-
-def require_numbers(logits: Tensor) -> None:
-    """UserError for NaN, of which tokens would be chosen as if it meant something."""
-    if bool(logits.isnan().any()):
-        raise UserError(
-            "the model computes no numbers (NaN) as logits",
-            fix="See whether its weights are whole: tinyvllm inspect DIR --check-data. If so, use --dtype float32.",
-        )

@@ -131,9 +131,7 @@ class GenerateView:
     def _error(self, prompt: Prompt, message: str) -> None:
         self._errors_shown += 1
         if self._errors_shown <= _MAX_ERRORS_SHOWN:
-            where = f"line {prompt.line}: " if prompt.line else f"prompt {prompt.index + 1}: "
-            if self._single or message.startswith("line "):
-                where = ""
+            where = "" if self._single or message.startswith("line ") else f"{prompt.place}: "
             self._console.error(where + message)
 
 
