@@ -1,18 +1,17 @@
 // sampled[m] = the n with the largest sum_k x[m, k] * weight[n, k], the lowest of equal ones; so the logits stay inside.
 // As in sample.cu, -1 where a sum is NaN or the largest is infinite.
-// x [M, K], weight [N, K] of one 16-bit dtype, contiguous; M up to 128. ranks uint64 [M] holds each row's best so far.
+// x [M, K], weight [N, K] of one 16-bit dtype, contiguous; M up to 256, above 128 by argmax_linear_wide.cu.
+// ranks uint64 [M] holds each row's best so far.
 // Grid: as linear_hopper, without clusters: a CTA takes units of 128 features and keeps the best of each row in registers.
 // Traffic: 2 N K bytes of weights, bound by bandwidth; then a kernel of one thread a row turns ranks into tokens.
 // Limits: bf16 or fp16; in_features a multiple of 8; compute capability 9.0.
+#include "argmax.cuh"
 #include "linear_hopper.cuh"
-#include "rank.cuh"
 
 #pragma nv_diag_suppress 177  // unused: elsewhere than on sm_90a the kernel is empty
 
 namespace tinyvllm {
 namespace {
-
-using Rank = unsigned long long;
 
 template <typename T, int kRows>
 __device__ __forceinline__ void run_argmax(Rank* ranks, const CUtensorMap& x_map, const CUtensorMap& weight_map,
@@ -100,13 +99,9 @@ cudaError_t launch_argmax(Rank* ranks, const void* x, const void* weight, Work w
                 work.barriers_at + Ring<kRows>::barrier_bytes(work.num_slots), stream, ranks, x_map, weight_map, work);
 }
 
-}  // namespace
-
-cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t* ranks, const void* x,
-                                 const void* weight, const int32_t* rows, int num_rows, int out_features,
-                                 int in_features, Dtype dtype, cudaStream_t stream) {
+cudaError_t find_best(Rank* ranks, const void* x, const void* weight, int num_rows, int out_features, int in_features,
+                      Dtype dtype, cudaStream_t stream) {
   if (!is_supported(x, weight, num_rows, out_features, in_features)) return cudaErrorInvalidValue;
-  Rank* best = reinterpret_cast<Rank*>(ranks);
   Work work{};
   work.num_rows = num_rows;
   work.out_features = out_features;
@@ -116,13 +111,23 @@ cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t
   layout.num_chunks = ceil_div(in_features, kTileColumns);
   const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, 1);
   layout.num_clusters = layout.num_units < num_sms ? layout.num_units : num_sms;
-  const cudaError_t error = dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     return dispatch_rows<16, 32, 64, 96, 128>(num_rows, [&](auto row_count) {
-      return launch_argmax<T, decltype(row_count)::value>(best, x, weight, work, in_features, stream);
+      return launch_argmax<T, decltype(row_count)::value>(ranks, x, weight, work, in_features, stream);
     });
   });
+}
+
+}  // namespace
+
+cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t* ranks, const void* x,
+                                 const void* weight, const int32_t* rows, int num_rows, int out_features,
+                                 int in_features, Dtype dtype, cudaStream_t stream) {
+  Rank* best = reinterpret_cast<Rank*>(ranks);
+  const auto find = num_rows > kMaxRows ? find_best_wide : find_best;
+  const cudaError_t error = find(best, x, weight, num_rows, out_features, in_features, dtype, stream);
   if (error != cudaSuccess) return error;
   return launch(take_best_kernel, 1, ceil_div(num_rows, kWarpSize) * kWarpSize, 0, stream, sampled, last_tokens, best,
                 rows, num_rows);

@@ -130,13 +130,14 @@ void linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) 
 
 using GatedLinearLauncher = decltype(gated_linear_hopper);
 
-void gated_linear_op(const char* op, GatedLinearLauncher launcher, const Tensor& out, const Tensor& x,
-                     const Tensor& weight) {
+// x [T, in] and weight [rows * N, in] to out [T, N] of x's dtype.
+void linear_of_dtype_op(const char* op, GatedLinearLauncher launcher, int64_t rows, const Tensor& out, const Tensor& x,
+                        const Tensor& weight) {
   Call call(op, out);
   const Dtype dtype = call.activation("x", x);
   call.check("x", x, x.scalar_type(), {-1, -1});
   call.check("out", out, x.scalar_type(), {x.size(0), -1});
-  call.check("weight", weight, x.scalar_type(), {2 * out.size(1), x.size(1)});
+  call.check("weight", weight, x.scalar_type(), {rows * out.size(1), x.size(1)});
   if (out.numel() == 0) return;
   call.launched(launcher(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
                          call.fits_int("out features", out.size(1)), call.fits_int("in features", x.size(1)), dtype,
@@ -144,11 +145,15 @@ void gated_linear_op(const char* op, GatedLinearLauncher launcher, const Tensor&
 }
 
 void gated_linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  gated_linear_op("gated_linear_hopper", gated_linear_hopper, out, x, weight);
+  linear_of_dtype_op("gated_linear_hopper", gated_linear_hopper, 2, out, x, weight);
 }
 
 void gated_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  gated_linear_op("gated_linear_wide", gated_linear_wide, out, x, weight);
+  linear_of_dtype_op("gated_linear_wide", gated_linear_wide, 2, out, x, weight);
+}
+
+void add_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  linear_of_dtype_op("add_linear_wide", add_linear_wide, 1, out, x, weight);
 }
 
 void argmax_linear_hopper_op(const Tensor& sampled, const Tensor& last_tokens, const Tensor& ranks, const Tensor& x,
@@ -326,6 +331,7 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("linear_hopper", tinyvllm::linear_hopper_op);
   m.impl("gated_linear_hopper", tinyvllm::gated_linear_hopper_op);
   m.impl("gated_linear_wide", tinyvllm::gated_linear_wide_op);
+  m.impl("add_linear_wide", tinyvllm::add_linear_wide_op);
   m.impl("argmax_linear_hopper", tinyvllm::argmax_linear_hopper_op);
   m.impl("decode_inputs", tinyvllm::decode_inputs_op);
   m.impl("decode_parts", tinyvllm::decode_parts_op);

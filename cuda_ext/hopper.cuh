@@ -135,6 +135,11 @@ __device__ __forceinline__ void cluster_arrive() {
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+__device__ __forceinline__ void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
+}
+
 // What is at this address of the calling CTA, in the CTA of this rank.
 __device__ __forceinline__ uint32_t address_in(uint32_t shared, int rank) {
   uint32_t remote;
@@ -191,11 +196,20 @@ __device__ __forceinline__ void wgmma_wait() {
   "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, " \
   "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, " \
   "%122, %123, %124, %125, %126, %127"
+#define REGISTERS_80 REGISTERS_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define REGISTERS_96 REGISTERS_80 ", " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGISTERS_112 REGISTERS_96 ", " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define OPERANDS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OPERANDS_8(i) OPERANDS_4(i), OPERANDS_4(i + 4)
 #define OPERANDS_16(i) OPERANDS_8(i), OPERANDS_8(i + 8)
 #define OPERANDS_32(i) OPERANDS_16(i), OPERANDS_16(i + 16)
 #define OPERANDS_64(i) OPERANDS_32(i), OPERANDS_32(i + 32)
+#define OPERANDS_80(i) OPERANDS_64(i), OPERANDS_16(i + 64)
+#define OPERANDS_96(i) OPERANDS_64(i), OPERANDS_32(i + 64)
+#define OPERANDS_112(i) OPERANDS_96(i), OPERANDS_16(i + 96)
 #define OPERANDS_128(i) OPERANDS_64(i), OPERANDS_64(i + 64)
 #define WGMMA(type, n, count, a_operand, b_operand, more_operand)                                              \
   asm volatile("{.reg .pred more; setp.ne.b32 more, " more_operand ", 0;\n"                                    \
@@ -215,9 +229,15 @@ __device__ __forceinline__ void wgmma_wait() {
 // If not `accumulate`, d = a * b^T.
 template <typename T, int n>
 __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool accumulate = true) {
-  constexpr int part = n >= 256 ? 256 : n >= 128 ? 128 : n >= 64 ? 64 : n >= 32 ? 32 : 16;
+  constexpr int part = n >= 256 ? 256 : n > 128 && n % 32 == 0 ? n : n >= 128 ? 128 : n >= 64 ? 64 : n >= 32 ? 32 : 16;
   if constexpr (part == 256) {
     WGMMA_OF_TYPE("256", 128, "%128", "%129", "%130")
+  } else if constexpr (part == 224) {
+    WGMMA_OF_TYPE("224", 112, "%112", "%113", "%114")
+  } else if constexpr (part == 192) {
+    WGMMA_OF_TYPE("192", 96, "%96", "%97", "%98")
+  } else if constexpr (part == 160) {
+    WGMMA_OF_TYPE("160", 80, "%80", "%81", "%82")
   } else if constexpr (part == 128) {
     WGMMA_OF_TYPE("128", 64, "%64", "%65", "%66")
   } else if constexpr (part == 64) {
@@ -234,12 +254,18 @@ __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool acc
 #undef REGISTERS_16
 #undef REGISTERS_32
 #undef REGISTERS_64
+#undef REGISTERS_80
+#undef REGISTERS_96
+#undef REGISTERS_112
 #undef REGISTERS_128
 #undef OPERANDS_4
 #undef OPERANDS_8
 #undef OPERANDS_16
 #undef OPERANDS_32
 #undef OPERANDS_64
+#undef OPERANDS_80
+#undef OPERANDS_96
+#undef OPERANDS_112
 #undef OPERANDS_128
 #undef WGMMA
 #undef WGMMA_OF_TYPE
@@ -252,6 +278,24 @@ __device__ __forceinline__ void settle(float (&d)[count]) {
 }
 
 // ---- Host ----
+
+// How many clusters of this size can be resident at once.
+template <typename... Parameters>
+cudaError_t max_clusters(int* count, void (*kernel)(Parameters...), int threads, int cluster_size, int shared_bytes) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = cluster_size;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(count, kernel, &config);
+}
 
 // Describes a tensor of 16-bit elements, its innermost dimension first, for copies of boxes 64 elements wide; strides are
 // in bytes, of all dimensions but the innermost.

@@ -61,8 +61,13 @@ cudaError_t gated_linear_hopper(void* out, const void* x, const void* weight, in
 cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
                               int in_features, Dtype dtype, cudaStream_t stream);
 
+// out[m, n] += sum_k x[m, k] * weight[n, k], rounded to dtype, for 1 <= m <= 256 (made for more than 128) on compute
+// capability 9.0; in_features is a multiple of 8, out_features at most 64 for each multiprocessor.
+cudaError_t add_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
+                            int in_features, Dtype dtype, cudaStream_t stream);
+
 // sampled[m] and last_tokens[rows[m]] = the n with the largest sum_k x[m, k] * weight[n, k], the lowest of equal ones, for
-// 1 <= m <= 128 where linear_hopper works; row -1 is padding and gets -1. ranks: [num_rows], zero before and after.
+// 1 <= m <= 256 where linear_hopper works; row -1 is padding and gets -1. ranks: [num_rows], zero before and after.
 cudaError_t argmax_linear_hopper(int32_t* sampled, int32_t* last_tokens, int64_t* ranks, const void* x,
                                  const void* weight, const int32_t* rows, int num_rows, int out_features,
                                  int in_features, Dtype dtype, cudaStream_t stream);

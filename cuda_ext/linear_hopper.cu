@@ -46,24 +46,6 @@ __global__ __launch_bounds__(kThreads, 1) void linear_hopper_kernel(
   if constexpr (kHopperCode) run_linear<T, kRows>(out, x_map, weight_map, work);
 }
 
-// How many clusters of this size can be resident at once.
-template <typename... Parameters>
-cudaError_t max_clusters(int* count, void (*kernel)(Parameters...), int threads, int cluster_size, int shared_bytes) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = cluster_size;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(count, kernel, &config);
-}
-
 // As many splits as there are SMs for, if all clusters can run at once.
 template <typename Kernel>
 cudaError_t choose_splits(Layout* layout, Kernel kernel) {

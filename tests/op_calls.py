@@ -68,6 +68,10 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
             {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
         ),
+        "add_linear_wide": (
+            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
+            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
+        ),
         "argmax_linear_hopper": (
             {"sampled": new(S), "last_tokens": new(MAX_SEQS), "ranks": new(S, dtype=I64), "x": new(S, H, dtype=act)}
             | {"weight": new(V, H, dtype=act), "rows": new(S)},

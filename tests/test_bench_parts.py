@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli import ops
+from tinyvllm_cli import gemm
 from tinyvllm_cli.bench import start, suite
 from tinyvllm_cli.bench.baseline import change
 from tinyvllm_cli.bench.ceiling import measure_ceiling
@@ -38,13 +38,15 @@ H200 = Ceiling(4.39e12, 790e12)
 
 def test_the_kernels_of_a_hopper_step_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their references, where `linear` would take them on such a card."""
-    monkeypatch.setattr(ops, "suits_hopper", lambda x: 8 < x.size(0) <= 128)
-    monkeypatch.setattr(ops, "suits_wide", lambda x, weight: x.size(0) > 128)
+    monkeypatch.setattr(gemm, "suits_hopper", lambda x: 8 < x.size(0) <= 128)
+    monkeypatch.setattr(gemm, "suits_argmax", lambda x: 8 < x.size(0) <= 128)
+    monkeypatch.setattr(gemm, "suits_wide", lambda x, weight: x.size(0) > 128)
+    monkeypatch.setattr(gemm, "suits_add_wide", lambda x, weight: x.size(0) > 128)
     config = ModelConfig(64, 1, 1, 1, 64, 64, 72, 1e-5)
     results = list(measure_kernels(config, "cpu", "float32", H200, batches=[9, 129], context=20, prompts=[]))
     timed = {(result.op, result.what, result.tokens) for result in results}
     assert {("argmax_linear_hopper", "logits", 9), ("gated_linear_hopper", "gate_up", 9)} <= timed
-    assert ("gated_linear_wide", "gate_up", 129) in timed
+    assert {("gated_linear_wide", "gate_up", 129), ("add_linear_wide", "down", 129)} <= timed
     assert ("argmax_linear_hopper", "logits", 129) not in timed
 
 

@@ -132,7 +132,8 @@ BAD_CALLS_OF = {
     "linear_hopper": [("num_rows", 129), ("in_features", 12)],
     "gated_linear_hopper": [("num_rows", 129), ("in_features", 12), ("out_features", 12)],
     "gated_linear_wide": [("num_rows", 0), ("in_features", 12), ("out_features", 12)],
-    "argmax_linear_hopper": [("num_rows", 129), ("in_features", 12)],
+    "add_linear_wide": [("num_rows", 257), ("in_features", 12)],
+    "argmax_linear_hopper": [("num_rows", 257), ("in_features", 12)],
     "attention_decode": [("num_heads", 7)],
     "attention_prefill": [("num_heads", 7)],
     "decode_step": [

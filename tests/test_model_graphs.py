@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_model import generate, random_prompts
 
-from tinyvllm_cli import ops
+from tinyvllm_cli import gemm
 from tinyvllm_cli.bench.shapes import SHAPES
 from tinyvllm_cli.llm import LLM
 from tinyvllm_cli.memory.plan import Limits, plan_buffers
@@ -89,7 +89,7 @@ def test_large_steps_that_only_prefill_are_captured_unpadded(folder: Path, monke
 
 def test_greedy_decodes_store_no_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last product can find the largest logit by itself, unless someone asks for logits."""
-    monkeypatch.setattr(ops, "suits_hopper", lambda x: True)
+    monkeypatch.setattr(gemm, "suits_argmax", lambda x: True)
     expected = generate(LLM(folder, device="cpu", graphs=False), PROMPTS, 14)
     llm = LLM(folder, device="cpu")
     Recorder(llm)

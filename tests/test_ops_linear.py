@@ -9,7 +9,7 @@ import torch
 from test_ops import REPEATS, check, each_dtype, poisoned, randn
 from torch.nn import functional
 
-from tinyvllm_cli import ops
+from tinyvllm_cli import gemm, ops
 
 ROWS = [9, 16, 17, 32, 33, 64, 83, 96, 97, 100, 127, 128] if torch.cuda.is_available() else [9, 83]
 
@@ -48,7 +48,9 @@ def test_gated_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
         check(out, functional.silu(gate) * up, functional.silu(plain_gate) * plain_up)
 
 
-@pytest.mark.parametrize("rows", [1, 129, 130, 255, 257, 1000, 2500] if torch.cuda.is_available() else [83])
+@pytest.mark.parametrize(
+    "rows", [1, 129, 160, 161, 200, 255, 257, 384, 1000, 2500] if torch.cuda.is_available() else [83]
+)
 @pytest.mark.parametrize(("n", "k"), [(8192, 2048), (1536, 576), (136, 264), (8, 8)])
 def test_gated_linear_wide(device: str, rows: int, n: int, k: int) -> None:
     for dtype, g in each_dtype(device):
@@ -65,13 +67,27 @@ def test_gated_linear_wide(device: str, rows: int, n: int, k: int) -> None:
 
 
 def test_wide_use() -> None:
-    shares = [ops.wide_use(rows, 8192, 132) for rows in (129, 256, 257, 384, 512, 8192, 32768)]
-    assert [round(share, 2) for share in shares] == [0.49, 0.97, 0.49, 0.73, 0.97, 0.97, 0.99]
-    assert round(ops.wide_use(256, 14336, 132), 2) == 0.85
-    assert ops.wide_use(256 * 66, 128, 132) == 1.0
+    shares = [gemm.wide_use(rows, 8192, 132) for rows in (129, 160, 161, 256, 257, 384, 512, 513, 8192, 32768)]
+    assert [round(share, 2) for share in shares] == [0.78, 0.97, 0.81, 0.97, 0.78, 0.97, 0.97, 0.65, 0.97, 0.99]
+    assert round(gemm.wide_use(256, 14336, 132), 2) == 0.85
+    assert gemm.wide_use(256 * 66, 128, 132) == 1.0
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [1, 129, 161, 200, 256] if torch.cuda.is_available() else [83])
+@pytest.mark.parametrize(("n", "k"), [(2048, 8192), (3072, 512), (576, 1536), (136, 264), (7, 8)])
+def test_add_linear_wide(device: str, rows: int, n: int, k: int) -> None:
+    for dtype, g in each_dtype(device):
+        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
+        before = randn(g, rows, n, dtype=dtype, device=device)
+        residuals = [before.clone() for _ in range(REPEATS if device == "cuda" else 1)]
+        for residual in residuals:
+            ops.add_linear_wide(residual, x, weight)
+        assert all(torch.equal(residual, residuals[0]) for residual in residuals)
+        exact = before.double() + x.double() @ weight.double().t()
+        check(residuals[0], exact.cpu(), before + functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [*ROWS, *([129, 161, 192, 200, 256] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize(("n", "k"), [(40000, 64), (9001, 128), (8, 8), (301, 264)])
 def test_argmax_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
     for dtype, g in each_dtype(device):  # small whole numbers: sums are exact, and equal ones are many
@@ -95,7 +111,7 @@ def test_argmax_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("feature", [0, 7, 140, 899])
-@pytest.mark.parametrize("rows", [9, 33, 65, 128])
+@pytest.mark.parametrize("rows", [9, 33, 65, 128, 180, 200])
 def test_argmax_linear_hopper_without_numbers(device: str, rows: int, feature: int) -> None:
     """Rows with NaN, with +inf and with nothing but -inf have no token; those with some -inf have one."""
     for dtype, g in each_dtype(device):  # whole numbers, whose sums are exact
@@ -129,10 +145,11 @@ def test_a_row_does_not_depend_on_the_number_of_rows(device: str, rows: int) -> 
         assert device == "cpu" or torch.equal(some, most[:rows])
 
 
-@pytest.mark.parametrize("rows", [1, 8, 83, 300])
-def test_add_linear_norm(device: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 576, 1536), (8, 576, 1536), (83, 576, 1536), (200, 576, 8192), (300, 576, 1536)]
+)
+def test_add_linear_norm(device: str, rows: int, n: int, k: int) -> None:
     """By each of the kernels that multiply so many rows."""
-    n, k = 576, 1536
     for dtype, g in each_dtype(device):
         x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
         before, norm = randn(g, rows, n, dtype=dtype, device=device), randn(g, n, dtype=dtype, device=device)

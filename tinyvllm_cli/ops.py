@@ -9,10 +9,10 @@ features, B blocks. Index tensors are int32 and use -1 for padding. A failed che
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+
+from tinyvllm_cli import gemm
 
 SCHEMAS = {
     "embedding": "(Tensor(a!) out, Tensor weight, Tensor token_ids) -> ()",
@@ -24,6 +24,7 @@ SCHEMAS = {
     "linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "gated_linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "gated_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
+    "add_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "argmax_linear_hopper": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor(c!) ranks, Tensor x, Tensor weight, "
     "Tensor rows) -> ()",
     "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) context_lens, Tensor(c!) next_positions, Tensor last_tokens, "
@@ -52,26 +53,6 @@ _library = torch.library.Library("tinyvllm", "DEF")
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema)
 _ops = torch.ops.tinyvllm
-
-# Which kernel multiplies how many rows, from the microseconds that all GEMMs, norms and SwiGLU of a Llama-3.2-1B step
-# take in bf16 on an H200 (with `matvec`, a whole step of 8 rows takes 844):
-#   rows              16   32   64   96  128
-#   linear_hopper    734  752  828  911  958  (128: with pairs of CTAs for `down` as well, alone 2.2 a layer slower)
-#   cuBLAS           917  943  981 1004 1071
-# At 128 rows these and `sample` at temperature 0 take 982, with argmax_linear_hopper in the place of the last two 937.
-MATVEC_MAX_ROWS = 8
-"""Up to so many rows `linear` streams the weights by the `matvec` kernel."""
-HOPPER_MAX_ROWS = 128
-"""Up to so many it takes `linear_hopper` on compute capability 9.0; above, and elsewhere, the GEMM is cuBLAS'."""
-
-# The microseconds of gate and up of that model with SwiGLU, and of 8B's, at the share of wanted work (`wide_use`); the
-# kernel's copies and way out were simplified after they were taken:
-#   rows                129   256   512  1024  8192  32768  |  8B: 256  8192
-#   share               .49   .97   .97   .97   .97    .99  |      .85   .99
-#   gated_linear_wide  26.6  30.1  55.4 106.2 818.9 3264.5  |    105.1  2864
-#   cuBLAS, silu_mul   25.0  34.0  63.1 122.3 936.9 3647.7  |    113.1  2994
-WIDE_MIN_USE = 0.8
-"""From this share on `gated_linear` takes `gated_linear_wide` for more than HOPPER_MAX_ROWS rows."""
 
 DECODE_STEP_MAX_ROWS = 8
 """Batch sizes that `decode_step` takes."""
@@ -110,12 +91,12 @@ def silu_mul(out: Tensor, gate_up: Tensor) -> None:
 
 
 def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out = x @ weight.T for 1 to MATVEC_MAX_ROWS rows, fp32 inside. Shapes and dtypes as in `linear`."""
+    """out = x @ weight.T for 1 to `gemm.MATVEC_MAX_ROWS` rows, fp32 inside. Shapes and dtypes as in `linear`."""
     _ops.matvec(out, x, weight)
 
 
 def linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """`matvec` for up to HOPPER_MAX_ROWS rows on compute capability 9.0."""
+    """`matvec` for up to `gemm.HOPPER_MAX_ROWS` rows on compute capability 9.0."""
     _ops.linear_hopper(out, x, weight)
 
 
@@ -135,10 +116,18 @@ def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     _ops.gated_linear_wide(out, x, weight)
 
 
+def add_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out += x @ weight.T for up to 256 rows, fp32 inside and rounded once, on compute capability 9.0.
+
+    x [T, in], weight [H, in], out [T, H]; in is a multiple of 8, H at most 64 for each multiprocessor.
+    """
+    _ops.add_linear_wide(out, x, weight)
+
+
 def argmax_linear_hopper(
     sampled: Tensor, last_tokens: Tensor, ranks: Tensor, x: Tensor, weight: Tensor, rows: Tensor
 ) -> None:
-    """`sample` of `linear_hopper` at temperature 0 for up to HOPPER_MAX_ROWS rows, without storing the logits.
+    """`sample` of `linear` at temperature 0 for up to `gemm.FEW_MAX_ROWS` rows, without storing the logits.
 
     x [S, in], weight [V, in]; sampled, rows int32 [S], row -1 is padding and gets -1; last_tokens int32 [max_num_seqs].
     ranks int64, at least S, are zero before and after; unused on the CPU.
@@ -146,41 +135,11 @@ def argmax_linear_hopper(
     _ops.argmax_linear_hopper(sampled, last_tokens, ranks, x, weight, rows)
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def suits_hopper(x: Tensor) -> bool:
-    """Whether x [T, in] is multiplied by `linear_hopper`, `gated_linear_hopper` and `argmax_linear_hopper`."""
-    return MATVEC_MAX_ROWS < x.size(0) <= HOPPER_MAX_ROWS and _is_hopper(x.device)
-
-
-def wide_use(rows: int, features: int, num_sms: int) -> float:
-    """The wanted share of what `gated_linear_wide` computes: in a round, each two SMs take 256 rows by 128 features."""
-    pairs = num_sms // 2
-    tiles = -(-rows // 256) * -(-features // 128)
-    return rows * features / (-(-tiles // pairs) * pairs * 256 * 128)
-
-
-def suits_wide(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [T, in] and weight [2I, in] are multiplied by `gated_linear_wide`."""
-    rows, features = x.size(0), weight.size(0) // 2
-    if rows <= HOPPER_MAX_ROWS or features % 8 or x.size(1) % 8 or not _is_hopper(x.device):
-        return False
-    return wide_use(rows, features, _num_sms(x.device)) >= WIDE_MIN_USE
-
-
 def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """out = x @ weight.T. x [T, in], weight [N, in], out [T, N] of x's dtype, or fp32 (logits)."""
-    if x.device.type == "cuda" and x.size(0) <= MATVEC_MAX_ROWS:
+    if x.device.type == "cuda" and x.size(0) <= gemm.MATVEC_MAX_ROWS:
         matvec(out, x, weight)
-    elif suits_hopper(x):
+    elif gemm.suits_hopper(x):
         linear_hopper(out, x, weight)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
@@ -197,9 +156,12 @@ def add_linear_norm(
 
     x [T, in], weight [H, in], out and residual [T, H]; projection [T, H] is room for what lies between.
     """
-    if x.size(0) <= MATVEC_MAX_ROWS or suits_hopper(x):
+    if x.size(0) <= gemm.MATVEC_MAX_ROWS or gemm.suits_hopper(x):
         linear(projection, x, weight)
         add_rms_norm(out, residual, projection, norm, eps)
+    elif gemm.suits_add_wide(x, weight):
+        add_linear_wide(residual, x, weight)
+        rms_norm(out, residual, norm, eps)
     else:  # cuBLAS adds to what is there, and rounds once
         residual.addmm_(x, weight.t())
         rms_norm(out, residual, norm, eps)
@@ -207,9 +169,9 @@ def add_linear_norm(
 
 def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
     """`silu_mul` of `linear`. x [T, in], weight [2I, in], out [T, I]; gate_up [T, 2I] is room for what lies between."""
-    if suits_hopper(x):
+    if gemm.suits_hopper(x):
         gated_linear_hopper(out, x, weight)
-    elif suits_wide(x, weight):
+    elif gemm.suits_wide(x, weight):
         gated_linear_wide(out, x, weight)
     else:
         linear(gate_up, x, weight)

@@ -98,6 +98,10 @@ def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     gated_linear_hopper(out, x, weight)
 
 
+def add_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    out.copy_(out.float() + x.float() @ weight.float().t())
+
+
 def argmax_linear_hopper(
     sampled: Tensor, last_tokens: Tensor, ranks: Tensor, x: Tensor, weight: Tensor, rows: Tensor
 ) -> None:

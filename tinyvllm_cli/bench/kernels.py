@@ -155,17 +155,17 @@ class _Shapes:
         self.sample_counters = torch.zeros_like(self.rows)
 
     def _linear(self, what: str, out: torch.Tensor, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> _Op:
-        from tinyvllm_cli import ops
+        from tinyvllm_cli import gemm, ops
 
         rows, size = x.size(0), weights[0].numel()
-        name = "matvec" if x.is_cuda and rows <= ops.MATVEC_MAX_ROWS else "linear"
-        name = "linear_hopper" if ops.suits_hopper(x) else name
+        name = "matvec" if x.is_cuda and rows <= gemm.MATVEC_MAX_ROWS else "linear"
+        name = "linear_hopper" if gemm.suits_hopper(x) else name
         nbytes = weights[0].nbytes + x.nbytes + out.nbytes
         return _Op(name, what, nbytes, 2 * rows * size, lambda i: ops.linear(out, x, weights[i % len(weights)]))
 
     def common(self) -> Iterator[_Op]:
         """The ops of every layer but attention, and the embedding."""
-        from tinyvllm_cli import ops
+        from tinyvllm_cli import gemm, ops
 
         c, w = self.config, self.weights
         row = self.hidden.nbytes
@@ -180,7 +180,7 @@ class _Shapes:
         )  # fmt: skip
         yield self._linear("qkv", self.qkv, self.normed, [layer.qkv for layer in w.layers])
         yield self._linear("o", self.projection, self.attention, [layer.o for layer in w.layers])
-        narrow, wide = ops.suits_hopper(self.normed), ops.suits_wide(self.normed, w.layers[0].gate_up)
+        narrow, wide = gemm.suits_hopper(self.normed), gemm.suits_wide(self.normed, w.layers[0].gate_up)
         if narrow or wide:
             size, nbytes = w.layers[0].gate_up.numel(), w.layers[0].gate_up.nbytes
             yield _Op(
@@ -191,6 +191,13 @@ class _Shapes:
         yield self._linear("gate_up", self.gate_up, self.normed, [layer.gate_up for layer in w.layers])
         nbytes = self.gate_up.nbytes + self.activation.nbytes
         yield _Op("silu_mul", "", nbytes, 0, lambda i: ops.silu_mul(self.activation, self.gate_up))
+        down = w.layers[0].down
+        if gemm.suits_add_wide(self.activation, down):
+            nbytes = down.nbytes + self.activation.nbytes + 2 * row
+            yield _Op(
+                "add_linear_wide", "down", nbytes, 2 * self.tokens * down.numel(),
+                lambda i: ops.add_linear_wide(self.hidden, self.activation, w.layers[i].down),
+            )  # fmt: skip
         yield self._linear("down", self.projection, self.activation, [layer.down for layer in w.layers])
 
     def decode(self) -> Iterator[_Op]:
@@ -229,10 +236,10 @@ class _Shapes:
 
     def last(self) -> Iterator[_Op]:
         """Behind the layers: logits, and the choice of a token, greedy and drawn from all."""
-        from tinyvllm_cli import ops
+        from tinyvllm_cli import gemm, ops
 
         x, head = self.normed[: self.num_seqs], self.weights.lm_head
-        if ops.suits_hopper(x):
+        if gemm.suits_argmax(x):
             yield _Op(
                 "argmax_linear_hopper", "logits", head.nbytes + x.nbytes, 2 * self.num_seqs * head.numel(),
                 lambda i: ops.argmax_linear_hopper(self.sampled, self.last_tokens, self.ranks, x, head, self.rows),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinyvllm_cli import ops
+from tinyvllm_cli import gemm, ops
 from tinyvllm_cli.engine.step_plan import StepLogprobs
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.memory import decode_step
@@ -302,7 +302,7 @@ class ModelRunner:
         penalties = self.params.any_penalties(plan.rows)
         fused = self.can_fuse and int(plan.context_lens.max()) <= FUSED_CONTEXTS.get(bucket, 0)
         needs_logits = penalties or (plan.wants_logprobs and not fused)
-        suits = fused or ops.suits_hopper(self.buffers["normed"][:bucket])
+        suits = fused or gemm.suits_argmax(self.buffers["normed"][:bucket])
         inside = suits and not needs_logits and self.params.all_plain(plan.rows, may_draw=fused)
         self.graphs.run((bucket, penalties, fused, inside), lambda: self._decode(bucket, penalties, fused, inside))
         if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
