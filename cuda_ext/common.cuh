@@ -113,6 +113,14 @@ __device__ __forceinline__ uint32_t pack2(float first, float second) {
   }
 }
 
+// Of pairs.
+template <typename T>
+__device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair product = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+
 template <typename T>
 __device__ __forceinline__ void unpack8(uint4 vector, float (&values)[8]) {
   const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};

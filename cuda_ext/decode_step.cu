@@ -9,6 +9,7 @@
 // Stages meet through words in global memory that begin as holes (a NaN pattern that no result has): a reader loads the
 // words that it needs until none is a hole, so that there is no fence, no counter and no barrier of the grid. Every stage
 // of a step has words of its own, and two steps in turn use two sets: while one is in use the other is made into holes.
+#include "decode_step_stream.cuh"
 #include "decode_step_worker.cuh"
 
 namespace tinyvllm {
@@ -17,12 +18,15 @@ namespace {
 constexpr int kCtaThreads = kStepThreads + 4 * kWarpSize;  // registers go by warpgroups; 3 warps are idle
 constexpr int kExpectedCtas = 132;  // that share the contexts of a small batch
 
+// Floats of a round's products, or of attention.
 template <int head_dim>
-constexpr int shared_floats(int num_rows, int group_heads) {
-  return 2 * kRoundTiles * tile_partials(num_rows) + attention_floats<head_dim>(group_heads);
+__host__ __device__ constexpr int round_floats(int num_rows, int group_heads) {
+  const int products = kRoundTiles * tile_partials(num_rows);
+  const int heads = attention_floats<head_dim>(group_heads);
+  return products > heads ? products : heads;
 }
 
-template <typename T, int head_dim, int kGroups>
+template <typename T, int head_dim, int kGroups, int kNormStrips>
 __global__ __launch_bounds__(kCtaThreads, 1) void decode_step_kernel(const __grid_constant__ StepArguments<T> a) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ uint4 shared[];
@@ -46,15 +50,15 @@ __global__ __launch_bounds__(kCtaThreads, 1) void decode_step_kernel(const __gri
   __syncthreads();
   if (threadIdx.x < kStepThreads) {
     claim_registers<232>();
-    Worker<T, head_dim, kGroups> worker{a, s, ring, partials,
-                                        partials + 2 * kRoundTiles * tile_partials(a.num_rows), patience,
-                                        Output(a.num_rows)};
+    Worker<T, head_dim, kGroups, kNormStrips> worker{
+        a, s, ring, partials, round_floats<head_dim>(a.num_rows, a.num_heads / a.num_kv_heads), patience,
+        Output(a.num_rows)};
     worker.run();
   } else {
     give_up_registers<40>();
     if (threadIdx.x < kStepThreads + kWarpSize) {
-      WeightStream<T, head_dim, kGroups> stream{a, s, ring, patience, evict_first_policy(),
-                                                static_cast<int>(threadIdx.x) - kStepThreads};
+      WeightStream<T, head_dim, kGroups, kNormStrips> stream{a, s, ring, patience, evict_first_policy(),
+                                                             static_cast<int>(threadIdx.x) - kStepThreads};
       stream.run();
     }
   }
@@ -81,10 +85,11 @@ Exchange exchange_of(int num_rows, const LlamaShape& shape) {
   return e;
 }
 
-LinearShape linear_shape(int out_features, int in_features) {
+LinearShape linear_shape(int out_features, int in_features, int num_ctas) {
   const int num_strips = ceil_div(in_features, kStrip);
   const int strip = ceil_div(ceil_div(in_features, num_strips), kChunk) * kChunk;
-  return {out_features, in_features, ceil_div(out_features, kTileRows), num_strips, strip};
+  const int num_tiles = ceil_div(out_features, kTileRows);
+  return {out_features, in_features, num_strips, strip, num_tiles / num_ctas, num_tiles % num_ctas};
 }
 
 // All CTAs, one per SM, are resident at once: they wait for each other.
@@ -122,9 +127,9 @@ cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, i
   const bool supported =
       num_rows >= 1 && num_rows <= kMaxStepRows && shape.num_layers >= 1 && shape.num_layers <= kMaxStepLayers &&
       shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0 &&
-      shape.hidden_size > 0 && shape.hidden_size % 8 == 0 && shape.hidden_size <= kNormStrips * kStrip &&
+      shape.hidden_size > 0 && shape.hidden_size % 8 == 0 && shape.hidden_size <= kMaxNormStrips * kStrip &&
       shape.intermediate_size > 0 && shape.intermediate_size % 8 == 0 && shape.vocab_size > 0 &&
-      shape.vocab_size <= kMaxVocab && block_size > 0 && num_stages >= 0 && num_stages <= max_stages;
+      shape.vocab_size <= kMaxVocab && block_size > 0 && block_size <= kMaxBlockSize && num_stages >= 0 && num_stages <= max_stages;
   if (!supported) return cudaErrorInvalidValue;
   const Exchange exchange = exchange_of(num_rows, shape);
   const int64_t set_words = (workspace_words - kHeaderWords) / 2 / 32 * 32;
@@ -132,62 +137,72 @@ cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, i
   return dispatch_dtype(dtype, [&](auto type) {
     return dispatch_head_dim(shape.head_dim, [&](auto dim) {
       return dispatch_int<1, 2>(ceil_div(num_rows, 4), [&](auto groups) {
-        using T = typename decltype(type)::type;
-        if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) < 9) return cudaErrorNotSupported;
-        const int floats = shared_floats<dim()>(num_rows, shape.num_heads / shape.num_kv_heads);
-        const int rest = static_cast<int>(sizeof(StepShared)) + 4 * floats;
-        const int fitting = (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) - rest) / kTileBytes;
-        const int ring_tiles = fitting < kMaxRingTiles ? fitting : kMaxRingTiles;
-        if (ring_tiles < 2) return cudaErrorInvalidValue;
-        StepArguments<T> a{};
-        a.logits = logits;
-        a.kv_cache = static_cast<T*>(kv_cache);
-        a.workspace = reinterpret_cast<uint32_t*>(workspace);
-        a.times = times;
-        a.embed = static_cast<const T*>(weights.embed);
-        a.final_norm = static_cast<const T*>(weights.final_norm);
-        a.lm_head = static_cast<const T*>(weights.lm_head);
-        a.rope_table = rope_table;
-        a.sampled = sampled;
-        a.last_tokens = last_tokens;
-        a.next_positions = next_positions;
-        a.context_lens = context_lens;
-        a.temperature = temperature;
-        a.seeds = seeds;
-        a.rows = rows;
-        a.block_table = block_table;
-        a.kv_layer_elements = static_cast<int64_t>(num_blocks) * shape.num_kv_heads * 2 * block_size * dim();
-        a.set_words = set_words;
-        a.exchange = exchange;
-        a.num_rows = num_rows;
-        a.num_layers = shape.num_layers;
-        a.hidden_size = shape.hidden_size;
-        a.intermediate_size = shape.intermediate_size;
-        a.vocab_size = shape.vocab_size;
-        a.num_heads = shape.num_heads;
-        a.num_kv_heads = shape.num_kv_heads;
-        a.block_size = block_size;
-        a.table_stride = table_stride;
-        a.max_splits = max_splits(num_rows, shape.num_kv_heads);
-        a.num_stages = num_stages;
-        a.ring_tiles = ring_tiles;
-        a.eps = eps;
-        a.scale = scale;
-        a.inverse_hidden_size = 1.0f / static_cast<float>(shape.hidden_size);
-        const int width = shape.num_heads * dim();
-        a.shapes[kQkv] = linear_shape(width + 2 * shape.num_kv_heads * dim(), shape.hidden_size);
-        a.shapes[kO] = linear_shape(shape.hidden_size, width);
-        a.shapes[kGateUp] = linear_shape(2 * shape.intermediate_size, shape.hidden_size);
-        a.shapes[kDown] = linear_shape(shape.hidden_size, shape.intermediate_size);
-        a.shapes[kLogits] = linear_shape(shape.vocab_size, shape.hidden_size);
-        for (const LinearShape& l : a.shapes) {
-          a.has_ends = a.has_ends || l.in_features != l.num_strips * kStrip;
-        }
-        for (int i = 0; i < shape.num_layers; ++i) {
-          const auto pointer = [&](int j) { return static_cast<const T*>(weights.layers[6 * i + j]); };
-          a.layers[i] = {pointer(0), pointer(1), pointer(2), pointer(3), pointer(4), pointer(5)};
-        }
-        return launch_resident(decode_step_kernel<T, dim(), groups()>, ring_tiles * kTileBytes + rest, stream, a);
+        return dispatch_int<1, 2>(ceil_div(shape.hidden_size, kStrip), [&](auto strips) {
+          using T = typename decltype(type)::type;
+          if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) < 9) return cudaErrorNotSupported;
+          const int floats = 2 * round_floats<dim()>(num_rows, shape.num_heads / shape.num_kv_heads);
+          const int rest = static_cast<int>(sizeof(StepShared)) + 4 * floats;
+          const int fitting = (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) - rest) / kTileBytes;
+          const int ring_tiles = fitting < kMaxRingTiles ? fitting : kMaxRingTiles;
+          if (ring_tiles < 2) return cudaErrorInvalidValue;
+          StepArguments<T> a{};
+          a.logits = logits;
+          a.kv_cache = static_cast<T*>(kv_cache);
+          a.workspace = reinterpret_cast<uint32_t*>(workspace);
+          a.times = times;
+          a.embed = static_cast<const T*>(weights.embed);
+          a.final_norm = static_cast<const T*>(weights.final_norm);
+          a.lm_head = static_cast<const T*>(weights.lm_head);
+          a.rope_table = rope_table;
+          a.sampled = sampled;
+          a.last_tokens = last_tokens;
+          a.next_positions = next_positions;
+          a.context_lens = context_lens;
+          a.temperature = temperature;
+          a.seeds = seeds;
+          a.rows = rows;
+          a.block_table = block_table;
+          a.kv_layer_elements = static_cast<int64_t>(num_blocks) * shape.num_kv_heads * 2 * block_size * dim();
+          a.set_words = set_words;
+          a.exchange = exchange;
+          a.num_rows = num_rows;
+          a.num_layers = shape.num_layers;
+          a.hidden_size = shape.hidden_size;
+          a.intermediate_size = shape.intermediate_size;
+          a.vocab_size = shape.vocab_size;
+          a.num_heads = shape.num_heads;
+          a.num_kv_heads = shape.num_kv_heads;
+          a.block_size = block_size;
+          a.table_stride = table_stride;
+          a.max_splits = max_splits(num_rows, shape.num_kv_heads);
+          a.num_stages = num_stages;
+          a.ring_tiles = ring_tiles;
+          a.eps = eps;
+          a.scale = scale;
+          a.inverse_hidden_size = 1.0f / static_cast<float>(shape.hidden_size);
+          a.group_heads = shape.num_heads / shape.num_kv_heads;
+          const int num_ctas = device_attribute(cudaDevAttrMultiProcessorCount, 1);
+          a.ctas = Divisor(num_ctas);
+          a.by_rows = Divisor(num_rows);
+          a.by_kv_heads = Divisor(shape.num_kv_heads);
+          a.by_head_parts = Divisor(ceil_div(a.group_heads, kHeadRows));
+          a.by_block_size = Divisor(block_size);
+          const int width = shape.num_heads * dim();
+          a.shapes[kQkv] = linear_shape(width + 2 * shape.num_kv_heads * dim(), shape.hidden_size, num_ctas);
+          a.shapes[kO] = linear_shape(shape.hidden_size, width, num_ctas);
+          a.shapes[kGateUp] = linear_shape(2 * shape.intermediate_size, shape.hidden_size, num_ctas);
+          a.shapes[kDown] = linear_shape(shape.hidden_size, shape.intermediate_size, num_ctas);
+          a.shapes[kLogits] = linear_shape(shape.vocab_size, shape.hidden_size, num_ctas);
+          for (const LinearShape& l : a.shapes) {
+            a.has_ends = a.has_ends || l.in_features != l.num_strips * kStrip;
+          }
+          for (int i = 0; i < shape.num_layers; ++i) {
+            const auto pointer = [&](int j) { return static_cast<const T*>(weights.layers[6 * i + j]); };
+            a.layers[i] = {pointer(0), pointer(1), pointer(2), pointer(3), pointer(4), pointer(5)};
+          }
+          return launch_resident(decode_step_kernel<T, dim(), groups(), strips()>, ring_tiles * kTileBytes + rest,
+                                 stream, a);
+        });
       });
     });
   });

@@ -16,20 +16,28 @@ constexpr int kStepThreads = kStepWarps * kWarpSize;
 constexpr int kTileRows = 8;
 constexpr int kHalfRows = 4;                          // a tile is two runs of consecutive rows
 constexpr int kStrip = 2048;                          // elements of a row in a tile, at most
-constexpr int kPitch = kStrip * 2 + 64;               // bytes from row to row: 16-byte reads meet no bank conflict
-constexpr int kTileBytes = kTileRows * kPitch;
+constexpr int kRowBytes = kStrip * 2;                 // from row to row of a tile
+constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kMaxRingTiles = 6;
 constexpr int kChunk = 64;                            // elements of K a warp multiplies at once
+constexpr int kMaxNormStrips = 2;                     // of hidden_size
 constexpr int kSteps = kStrip / kChunk / kStepWarps;  // chunks of a strip that a warp takes
 constexpr int kRoundTiles = 8;                        // tiles whose results are finished together
 constexpr int kSplitTokens = 128;                     // a shorter context is not split
 constexpr int kMaxContextSplits = 16;
 constexpr int kCopiesInFlight = 3;                    // of half tiles: more would slow everything else down
+constexpr int kMaxBlockSize = 512;                    // of the KV cache
 constexpr int kHeaderWords = 64 + kMaxStepRows * kSummaryWords;
 constexpr uint32_t kHole = 0xffffffffu;               // no conversion to 16 bits and no sum gives it: two NaNs, or one
 constexpr int64_t kPatience = 4'000'000'000;          // cycles from the kernel's start until waits give up: 2 s
 
 enum Stage : int { kQkv, kAttention, kO, kGateUp, kDown, kStagesPerLayer, kLogits };
+
+// Strips of x that are held in registers at once; kNormStrips, 1 or 2, is the number of strips of hidden_size, all of which are.
+template <int kGroups, int kNormStrips>
+__host__ __device__ constexpr int held_strips(int stage) {
+  return stage == kDown ? 4 / kGroups : kNormStrips;
+}
 
 template <typename T>
 struct LayerPointers {
@@ -62,13 +70,27 @@ struct StepHeader {
   unsigned long long best[kMaxStepRows];  // rank of the largest logit so far
 };
 
+// Division of numbers from 0 to 2^31 / divisor by a divisor that the host knows, without the code of a division.
+struct Divisor {
+  int divisor = 1;
+  uint32_t inverse = 1u << 31;
+
+  Divisor() = default;
+  explicit Divisor(int d) : divisor(d), inverse(static_cast<uint32_t>(((int64_t{1} << 31) + d - 1) / d)) {}
+
+  __device__ __forceinline__ int quotient(int x) const {
+    return static_cast<int>(__umulhi(2 * static_cast<uint32_t>(x), inverse));
+  }
+  __device__ __forceinline__ int rest(int x) const { return x - quotient(x) * divisor; }
+};
+
 // ---- Weights: rows in tiles of 2 x 4, columns in strips, the tiles shared among the CTAs ----
 
 struct LinearShape {
   int out_features, in_features;
-  int num_tiles;
   int num_strips;
-  int strip;  // elements of each but the last
+  int strip;                     // elements of each but the last
+  int tiles_per_cta, odd_tiles;  // of each CTA; that as many have besides
 };
 
 template <typename T>
@@ -93,6 +115,8 @@ struct StepArguments {
   int64_t set_words;
   Exchange exchange;
   int num_rows, num_layers, hidden_size, intermediate_size, vocab_size, num_heads, num_kv_heads, block_size;
+  int group_heads;  // query heads of a KV head
+  Divisor ctas, by_rows, by_kv_heads, by_head_parts, by_block_size;
   int table_stride, num_stages, ring_tiles;
   int max_splits;  // of a context
   bool has_ends;
@@ -107,11 +131,11 @@ struct StepShared {
   uint64_t full[kMaxRingTiles][2];  // of each half of a tile
   uint64_t empty[kMaxRingTiles];
   float squares[2][kStepWarps][kMaxStepRows];
-  uint64_t best[kStepThreads];  // rank of the largest logit that a thread has seen
   int64_t cache_offset[kMaxStepRows];  // of K of the new token for KV head 0, in elements; -1: nowhere
   int32_t token[kMaxStepRows], length[kMaxStepRows], row[kMaxStepRows];
   int32_t tiles_per_split[kMaxStepRows], num_splits[kMaxStepRows];
   int32_t steps, most_splits;
+  int32_t written;  // words of the other set
   float scale[kMaxStepRows];  // of the logits, as `Row` has it
   int32_t draws;              // whether any of them is not 0
   int32_t arrival;
@@ -175,12 +199,10 @@ struct Share {
   int count;
 };
 
-__device__ __forceinline__ Share share_of(int num_tiles, int layer) {
-  const int num_ctas = gridDim.x;
-  const int each = num_tiles / num_ctas;
-  const int rest = num_tiles % num_ctas;
-  const int rank = (blockIdx.x + layer * rest) % num_ctas;
-  return {rank * each + min(rank, rest), each + (rank < rest ? 1 : 0)};
+template <typename T>
+__device__ __forceinline__ Share share_of(const StepArguments<T>& a, const LinearShape& l, int layer) {
+  const int rank = a.ctas.rest(blockIdx.x + layer * l.odd_tiles);
+  return {rank * l.tiles_per_cta + min(rank, l.odd_tiles), l.tiles_per_cta + (rank < l.odd_tiles ? 1 : 0)};
 }
 
 }  // namespace tinyvllm

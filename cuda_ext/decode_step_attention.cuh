@@ -19,7 +19,7 @@ template <int head_dim>
 constexpr int kHeadFloats = head_dim + 4;
 
 template <int head_dim>
-constexpr int attention_floats(int group_heads) {
+__host__ __device__ constexpr int attention_floats(int group_heads) {
   return kStepWarps * (group_heads < kHeadRows ? group_heads : kHeadRows) * kHeadFloats<head_dim>;
 }
 
@@ -28,10 +28,6 @@ constexpr float kLowest = -1e30f;  // below all scores, and finite
 struct AttentionItem {
   int layer, seq, kv_head, group_head, num_heads, split;
 };
-
-__device__ __forceinline__ void load_missing(uint4& v, const void* address) {
-  if (has_hole(v)) v = load16_relaxed(address);
-}
 
 // With g = lane / 4 and q = lane % 4: keys: tokens g and g + 8, 16-byte pieces 4 i + q; values: tokens 2q, 2q + 1,
 // 2q + 8 and 2q + 9, pieces g + 8 i.
@@ -54,10 +50,6 @@ struct KvTile {
     }
   }
 
-  __device__ __forceinline__ void clear() {
-    for_each([](uint4& v) { v = make_uint4(kHole, kHole, kHole, kHole); });
-  }
-
   __device__ __forceinline__ bool has_holes() {
     bool holes = false;
     for_each([&](const uint4& v) { holes |= has_hole(v); });
@@ -65,40 +57,44 @@ struct KvTile {
   }
 };
 
+// Of a KV head of a sequence, in a layer's cache [num_blocks, num_kv_heads, 2, block_size, head_dim].
 template <typename T, int head_dim>
 struct KvSource {
-  PagedHead<T, head_dim> cached;
-  const T* new_key;
-  int new_value;  // elements behind it
+  const T* cache;         // of block 0
+  const int32_t* blocks;  // the sequence's row of the block table
+  const T* newest;        // the newest token's key
+  int newest_value;       // elements behind it
+  int64_t block_stride;   // elements from block to block
+  Divisor by_block_size;
   int length;
 
-  // Loads the pieces that have holes; those of the newest token may still have some afterwards.
+  __device__ __forceinline__ bool has_newest(int tile) const { return (tile + 1) * kTileTokens >= length; }
+
+  // The newest token's pieces may have holes afterwards.
   __device__ __forceinline__ void fill(KvTile<head_dim>& tile, int index) const {
     const int g = threadIdx.x % kWarpSize / 4;
     const int q = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const T* row = key(index * kTileTokens + 8 * j + g);
+      const T* row = key(index * kTileTokens + 8 * j + g, 0);
 #pragma unroll
-      for (int i = 0; i < head_dim / 32; ++i) load_missing(tile.keys[j][i], row + (4 * i + q) * 8);
+      for (int i = 0; i < head_dim / 32; ++i) tile.keys[j][i] = load16_relaxed(row + (4 * i + q) * 8);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const T* row = value(index * kTileTokens + 2 * q + j % 2 + j / 2 * 8);
+      const T* row = key(index * kTileTokens + 2 * q + j % 2 + j / 2 * 8, 1);
 #pragma unroll
-      for (int i = 0; i < head_dim / 64; ++i) load_missing(tile.values[j][i], row + (g + 8 * i) * 8);
+      for (int i = 0; i < head_dim / 64; ++i) tile.values[j][i] = load16_relaxed(row + (g + 8 * i) * 8);
     }
   }
 
  private:
-  // Past the end stands the newest token, which is then not counted.
-  __device__ const T* key(int position) const {
-    return position >= length - 1 ? new_key : cached.key(position);
-  }
-
-  __device__ const T* value(int position) const {
-    return position >= length - 1 ? new_key + new_value
-                                  : cached.key(position) + static_cast<int64_t>(cached.block_size) * head_dim;
+  // K or V of a position. Past the end stands the newest token, which is then not counted.
+  __device__ __forceinline__ const T* key(int position, int is_value) const {
+    if (position >= length - 1) return newest + is_value * newest_value;
+    const int block = by_block_size.quotient(position);
+    const int in_block = position - block * by_block_size.divisor + is_value * by_block_size.divisor;
+    return cache + (blocks[block] * block_stride + in_block * head_dim);
   }
 };
 
@@ -206,61 +202,57 @@ __device__ __forceinline__ void attend(const StepArguments<T>& a, const StepShar
   const int warp = threadIdx.x / kWarpSize;
   const int width = (a.num_heads + 2 * a.num_kv_heads) * head_dim;
   const T* qkv = reinterpret_cast<const T*>(layer_words + a.exchange.qkv) + item.seq * width;
-  const int first_head = item.kv_head * (a.num_heads / a.num_kv_heads) + item.group_head;
+  const int first_head = item.kv_head * a.group_heads + item.group_head;
   const int length = s.length[item.seq];
   const int first_tile = item.split * s.tiles_per_split[item.seq];
   const int end_tile = min(first_tile + s.tiles_per_split[item.seq], ceil_div(length, kTileTokens));
   const int32_t* blocks = a.block_table + static_cast<int64_t>(s.row[item.seq]) * a.table_stride;
-  const T* new_key = qkv + (a.num_heads + item.kv_head) * head_dim;
-  const KvSource<T, head_dim> source{{a.kv_cache + item.layer * a.kv_layer_elements, blocks, a.num_kv_heads,
-                                      item.kv_head, a.block_size},
-                                     new_key, a.num_kv_heads * head_dim, length};
+  const int64_t half_block = static_cast<int64_t>(a.block_size) * head_dim;
+  const KvSource<T, head_dim> source{a.kv_cache + item.layer * a.kv_layer_elements + item.kv_head * 2 * half_block,
+                                     blocks,
+                                     qkv + (a.num_heads + item.kv_head) * head_dim,
+                                     a.num_kv_heads * head_dim,
+                                     a.num_kv_heads * 2 * half_block,
+                                     a.by_block_size,
+                                     length};
   HeadSums<head_dim> sums;
   const int first = first_tile + warp;
   if (first < end_tile) {
     const T* query_row = qkv + (first_head + g) * head_dim;
-    uint4 query[head_dim / 32];
-    KvTile<head_dim> tiles[ahead];
-#pragma unroll
-    for (int i = 0; i < head_dim / 32; ++i) {
-      const uint32_t word = g < item.num_heads ? kHole : 0;
-      query[i] = make_uint4(word, word, word, word);
-    }
-#pragma unroll
-    for (int p = 0; p < ahead; ++p) tiles[p].clear();
+    uint4 query[head_dim / 32] = {};
+    KvTile<head_dim> tiles[ahead] = {};
 #pragma unroll 1
-    for (bool holes = true; holes;) {
+    for (bool holes = true, begins = true; holes; begins = false) {
+      holes = false;
 #pragma unroll
-      for (int i = 0; i < head_dim / 32; ++i) load_missing(query[i], query_row + (4 * i + q) * 8);
+      for (int i = 0; i < head_dim / 32; ++i) {
+        query[i] = g < item.num_heads ? load16_relaxed(query_row + (4 * i + q) * 8) : make_uint4(0, 0, 0, 0);
+      }
 #pragma unroll
       for (int p = 0; p < ahead; ++p) {
         const int index = first + p * kStepWarps;
-        if (index < end_tile && tiles[p].has_holes()) source.fill(tiles[p], index);
+        if (index < end_tile && (begins || source.has_newest(index))) source.fill(tiles[p], index);
       }
-      holes = false;
 #pragma unroll
       for (int i = 0; i < head_dim / 32; ++i) holes |= has_hole(query[i]);
 #pragma unroll
-      for (int p = 0; p < ahead; ++p) holes |= first + p * kStepWarps < end_tile && tiles[p].has_holes();
+      for (int p = 0; p < ahead; ++p) {
+        const int index = first + p * kStepWarps;
+        if (index < end_tile && source.has_newest(index)) holes |= tiles[p].has_holes();
+      }
       holes = __any_sync(kAllLanes, holes) && !patience.is_over();
     }
 #pragma unroll 1
-    for (int index = first; index < end_tile; index += ahead * kStepWarps) {
-#pragma unroll
-      for (int p = 0; p < ahead; ++p) {
-        const int now = index + p * kStepWarps;
-        const int next = now + ahead * kStepWarps;
-        if (now >= end_tile) break;
-        if ((now + 1) * kTileTokens >= length) {  // with the newest token
+    for (int index = first; index < end_tile; index += kStepWarps) {
+      if (index > first && source.has_newest(index)) {
 #pragma unroll 1
-          while (__any_sync(kAllLanes, tiles[p].has_holes()) && !patience.is_over()) source.fill(tiles[p], now);
-        }
-        attend_tile<T, head_dim>(sums, tiles[p], query, now * kTileTokens, length, a.scale * kLog2E);
-        if (next < end_tile) {
-          tiles[p].clear();
-          source.fill(tiles[p], next);
-        }
+        while (__any_sync(kAllLanes, tiles[0].has_holes()) && !patience.is_over()) source.fill(tiles[0], index);
       }
+      attend_tile<T, head_dim>(sums, tiles[0], query, index * kTileTokens, length, a.scale * kLog2E);
+#pragma unroll
+      for (int p = 1; p < ahead; ++p) tiles[p - 1] = tiles[p];
+      const int next = index + ahead * kStepWarps;
+      if (next < end_tile) source.fill(tiles[ahead - 1], next);
     }
   }
   const float weight = warp_sum<4>(sums.weight);

@@ -144,16 +144,19 @@ __device__ __forceinline__ void advance_row(const StepArguments<T>& a, const Ste
 }
 
 template <typename T>
-__device__ __forceinline__ void end_step(const StepArguments<T>& a, StepShared& s, const Patience& patience) {
+__device__ __forceinline__ void end_step(const StepArguments<T>& a, StepShared& s, uint64_t best_of_thread, uint64_t* bests,
+                                         const Patience& patience) {
   StepHeader* header = patience.header;
   Summary* summaries = reinterpret_cast<Summary*>(a.workspace + kHeaderWords - kMaxStepRows * kSummaryWords);
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   named_barrier(1, kStepThreads);
+  bests[threadIdx.x] = best_of_thread;
+  named_barrier(1, kStepThreads);
   if (warp < a.num_rows && a.temperature != nullptr) {
     uint64_t best = 0;
     for (int i = lane; i < kStepThreads; i += kWarpSize) {
-      if (i / 4 % a.num_rows == warp) best = max(best, s.best[i]);
+      if (i / 4 % a.num_rows == warp) best = max(best, bests[i]);
     }
     best = warp_max_rank(best);
     if (lane == 0) atomicMax(&header->best[warp], static_cast<unsigned long long>(best));

@@ -61,13 +61,13 @@ __device__ __forceinline__ Operand prepare_output(const StepArguments<T>& a, con
 }
 
 // All multiplying threads call it; `partial` holds the round's products, `squares` the sums of squares of x if the layer
-// is behind a norm.
+// is behind a norm; `best` is the rank of the largest logit that the thread has seen.
 template <typename T, int head_dim, int stage>
-__device__ __forceinline__ void finish_output(const StepArguments<T>& a, StepShared& s, const Output& o,
+__device__ __forceinline__ void finish_output(const StepArguments<T>& a, const StepShared& s, const Output& o,
                                               const Operand& operand, int layer, uint32_t* layer_words,
                                               int first_tile, int num_tiles, const float* partial,
                                               const float (&squares)[kStepWarps][kMaxStepRows],
-                                              const Patience& patience) {
+                                              uint64_t& best, const Patience& patience) {
   const int tile = first_tile + o.in_round;
   const int part = o.part();
   const bool real = o.in_round < num_tiles;
@@ -118,7 +118,6 @@ __device__ __forceinline__ void finish_output(const StepArguments<T>& a, StepSha
     const int feature = tile * kTileRows + 2 * part;
     if (!real) return;
     float* target = a.logits + static_cast<int64_t>(o.row) * a.vocab_size + feature;
-    uint64_t& best = s.best[threadIdx.x];
     if (feature < a.vocab_size) {
       target[0] = x;
       best = max(best, rank_of(x, feature));

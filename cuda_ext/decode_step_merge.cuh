@@ -6,6 +6,10 @@
 
 namespace tinyvllm {
 
+__device__ __forceinline__ void load_missing(uint4& v, const void* address) {
+  if (has_hole(v)) v = load16_relaxed(address);
+}
+
 // Combines the octets' values of a lane's position, in all octets.
 template <typename Combine>
 __device__ __forceinline__ float across_octets(float value, Combine&& combine) {
