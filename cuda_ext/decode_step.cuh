@@ -27,6 +27,7 @@ constexpr int kSplitTokens = 128;                     // a shorter context is no
 constexpr int kMaxContextSplits = 16;
 constexpr int kCopiesInFlight = 3;                    // of half tiles: more would slow everything else down
 constexpr int kMaxBlockSize = 512;                    // of the KV cache
+constexpr int kToldSteps = 4;
 constexpr int kHeaderWords = 64 + kMaxStepRows * kSummaryWords;
 constexpr uint32_t kHole = 0xffffffffu;               // no conversion to 16 bits and no sum gives it: two NaNs, or one
 constexpr int64_t kPatience = 4'000'000'000;          // cycles from the kernel's start until waits give up: 2 s
@@ -67,6 +68,7 @@ struct StepHeader {
   int32_t arrivals;    // of CTAs at the end
   int32_t written[2];  // words of each set that are no holes
   int32_t error[4];    // {1 + stage's number, CTA, warp, 0} of the wait that gave up first
+  int32_t* told;       // null, or [kToldSteps][kMaxStepRows] in the host's memory: tokens of steps in turn
   unsigned long long best[kMaxStepRows];  // rank of the largest logit so far
 };
 
@@ -136,6 +138,7 @@ struct StepShared {
   int32_t tiles_per_split[kMaxStepRows], num_splits[kMaxStepRows];
   int32_t steps, most_splits;
   int32_t written;  // words of the other set
+  int32_t* told;  // where this step tells its tokens to the host, or null
   float scale[kMaxStepRows];  // of the logits, as `Row` has it
   int32_t draws;              // whether any of them is not 0
   int32_t arrival;

@@ -139,6 +139,7 @@ __device__ __forceinline__ void advance_row(const StepArguments<T>& a, const Ste
     if (a.temperature != nullptr) {
       a.sampled[i] = token;
       if (row >= 0) a.last_tokens[row] = max(token, 0);
+      if (s.told != nullptr) s.told[i] = token;
     }
   }
 }

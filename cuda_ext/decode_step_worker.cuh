@@ -40,8 +40,10 @@ __device__ void read_rows(const StepArguments<T>& a, StepShared& s) {
     const int most_splits = __reduce_max_sync(kAllLanes, num_splits);
     const bool draws = __any_sync(kAllLanes, scale > 0.0f);
     if (i == 0) {
+      int32_t* const told = header->told;
       const int written[2] = {header->written[0], header->written[1]};
       s.steps = header->steps;
+      s.told = told == nullptr ? nullptr : told + s.steps % kToldSteps * kMaxStepRows;
       s.written = s.steps % 2 == 0 ? written[1] : written[0];
       s.most_splits = most_splits;
       s.draws = draws;

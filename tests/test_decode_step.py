@@ -114,6 +114,11 @@ class Step:
         last_tokens = torch.full((len(i["block_table"]),), -7, dtype=torch.int32, device=w.embed.device)
         last_tokens[i["rows"][real]] = i["token_ids"][real]
         before, next_positions = last_tokens.clone(), i["positions"].clone()
+        told = torch.full((decode_step.TOLD_STEPS, decode_step.MAX_ROWS), -7, dtype=torch.int32)
+        if told_by_kernel := w.embed.device.type == "cuda":
+            told = told.pin_memory()
+            workspace[decode_step.TOLD_WORDS].view(torch.int64).fill_(told.data_ptr())
+            row = told[int(workspace[0]) % len(told)]
         sampled, context_lens = torch.full_like(i["rows"], -7), torch.full_like(i["rows"], -7)
         temperature = torch.zeros(len(last_tokens), device=w.embed.device) if temperatures is None else temperatures
         seeds = torch.arange(len(last_tokens), device=w.embed.device) + (1 << 40)
@@ -149,6 +154,9 @@ class Step:
             ops.sample(expected, before, logits, i["rows"], context_lens, *parameters)
             assert torch.equal(sampled, expected)
         assert samples or (sampled == -7).all()
+        if told_by_kernel:
+            assert torch.equal(row[: len(sampled)], sampled.cpu())
+            assert (told == -7).sum() >= told.numel() - len(sampled)
         assert torch.equal(last_tokens, before) or num_stages >= 0
         return logits
 

@@ -297,7 +297,8 @@ def decode_step(
 
     workspace int32, as `memory.decode_step` sizes it: HEADER_WORDS zeros, then -1, before the first call; afterwards
     its words 4 to 7 are zero, or tell where a wait between CTAs ended without success
-    (`memory.decode_step.describe_error`).
+    (`memory.decode_step.describe_error`); words 8 and 9 may say where on the host steps put their tokens
+    (`memory.decode_step.TOLD_WORDS`).
     num_stages runs only the first stages (5 a layer: qkv, attention, o, gate_up, down; then logits), for tests. times
     int64 [SMs, stages, 2] gets, for each CTA and stage, the nanoseconds when its input was there and its output
     written. Needs compute capability 9 or 10; unsupported sizes raise. The CPU runs the single ops and ignores

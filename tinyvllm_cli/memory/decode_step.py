@@ -14,6 +14,9 @@ MAX_ROWS, MAX_LAYERS, MAX_HIDDEN = 8, 64, 4096
 HEADER_WORDS = 64 + 8 * 256 * 4
 """A header, and a summary of each of 256 segments of 8 rows of logits."""
 ERROR_WORDS = slice(4, 8)
+TOLD_WORDS, TOLD_STEPS = slice(8, 10), 4
+"""Where the address of int32 [TOLD_STEPS, MAX_ROWS] in pinned host memory may stand: step s, counted from zeros of the
+header, writes its tokens to row s % TOLD_STEPS, so that no copy stands between steps."""
 EXPECTED_CTAS, MAX_SPLITS = 132, 16
 STAGES = ("qkv", "attention", "o", "gate_up", "down")
 """Of a layer. The logits count as qkv of the layer behind the last."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tinyvllm_cli.engine.step_plan import StepPlan
 
 Int32Array = npt.NDArray[np.int32]
-IN_FLIGHT = 4
+IN_FLIGHT = decode_step.TOLD_STEPS
 """Steps that may be launched and not yet collected."""
 SUSPICIOUS_SECONDS = 1.0
 """A step that took longer may hold a decode kernel that gave up waiting, which takes it 2 seconds."""
@@ -92,6 +92,11 @@ class ModelRunner:
             and decode_step.is_supported(config, str(weights.embed.dtype).removeprefix("torch."))
         )
         self.buffers["decode_exchange"].fill_(-1)[: decode_step.HEADER_WORDS] = 0
+        told = decode_step.TOLD_STEPS, decode_step.MAX_ROWS
+        self.told = _host(told[0] * told[1], self.cuda).view(told)  # where fused steps in turn put their tokens
+        self.fused_steps = 0
+        if self.can_fuse:
+            self.buffers["decode_exchange"][decode_step.TOLD_WORDS].view(torch.int64).fill_(self.told.data_ptr())
         self.buffers["attention_counters"].zero_()
         self.buffers["sample_counters"].zero_()
         self.buffers["best_logits"].zero_()
@@ -108,9 +113,9 @@ class ModelRunner:
         self.uploads = [_host(size, self.cuda) for _ in range(IN_FLIGHT)]
         self.downloads = [_host(limits.max_num_seqs, self.cuda) for _ in range(IN_FLIGHT)]
         self.logprob_downloads: list[tuple[Tensor, Tensor]] = []  # ids and values for each slot, once someone asks
-        self.told: StepLogprobs | None = None
+        self.last_logprobs: StepLogprobs | None = None
         self.events = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if self.cuda else []
-        self.pending: deque[tuple[int, int, float]] = deque()  # slot of downloads, number of tokens, time of launch
+        self.pending: deque[tuple[int, Tensor, float]] = deque()  # slot, tokens on the host, time of launch
         self.launched = 0
 
     def launch(self, plan: StepPlan) -> None:
@@ -123,30 +128,31 @@ class ModelRunner:
             self._update_table(plan)
             step = self._decode_step if self.graphs and plan.is_decode_only and not self.hook else self._step
             sampled = step(plan, slot)
-            self.downloads[slot][: sampled.size(0)].copy_(sampled, non_blocking=True)
+            if sampled.device == self.device:
+                sampled = self.downloads[slot][: sampled.size(0)].copy_(sampled, non_blocking=True)
             if plan.wants_logprobs:
                 self._download_logprobs(slot, sampled.size(0))
             if self.cuda:
                 self.events[slot].record()
-        self.pending.append((slot, sampled.size(0), time.monotonic()))
+        self.pending.append((slot, sampled, time.monotonic()))
 
     def collect(self) -> Int32Array:
         """Waits for the oldest launched step; its tokens, int32 [R], in the order of `sample_seqs`, -1 for none."""
-        slot, count, launched = self.pending.popleft()
+        slot, sampled, launched = self.pending.popleft()
         if self.cuda:
             self.events[slot].synchronize()
             if time.monotonic() - launched > SUSPICIOUS_SECONDS:
                 self._check_decode_step()
-        tokens: Int32Array = self.downloads[slot][:count].numpy().copy()
+        tokens: Int32Array = sampled.numpy().copy()
         if self.logprob_downloads:
             ids, values = self.logprob_downloads[slot]
-            self.told = StepLogprobs(ids[:count].numpy(), values[:count].numpy())
+            self.last_logprobs = StepLogprobs(ids[: len(tokens)].numpy(), values[: len(tokens)].numpy())
         return tokens
 
     def logprobs(self) -> StepLogprobs:
         """Of the step last collected, whose plan asked for them; valid until another step is launched."""
-        assert self.told is not None
-        return self.told
+        assert self.last_logprobs is not None
+        return self.last_logprobs
 
     def _check_decode_step(self) -> None:
         error = decode_step.describe_error(self.buffers["decode_exchange"][decode_step.ERROR_WORDS].tolist())
@@ -307,7 +313,11 @@ class ModelRunner:
         self.graphs.run((bucket, penalties, fused, inside), lambda: self._decode(bucket, penalties, fused, inside))
         if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
             self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
-        return self.sampled[:num_seqs]
+        if not fused:
+            return self.sampled[:num_seqs]
+        self.fused_steps += 1
+        told = self.told[(self.fused_steps - 1) % len(self.told)] if inside else self.sampled
+        return told[:num_seqs]
 
     def _decode(self, bucket: int, penalties: bool, fused: bool, inside: bool) -> None:
         """fused: by `decode_step`; inside: it, or else the last product, finds the tokens by itself."""
