@@ -50,6 +50,13 @@ __device__ __forceinline__ void named_barrier(int number, int num_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
 }
 
+// threadIdx.x anew: what depends on the known one is kept in registers through a long kernel.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
+  return index;
+}
+
 // Of this SM.
 __device__ __forceinline__ int64_t cycles() {
   int64_t count;

@@ -1,10 +1,14 @@
 // One decode step of a Llama for 1 to 8 rows in one kernel: logits[i] = model(last_tokens[rows[i]] at next_positions[i]),
-// K and V stored, and the row's next token, the largest logit or drawn at its temperature. Shapes as in launch.h; all layers' weights bf16 or fp16, activations of that dtype, sums and logits fp32.
+// K and V stored, and the row's next token, the largest logit or drawn at its temperature. Shapes as in launch.h; all
+// weights bf16 or fp16, activations of that dtype, sums and logits fp32.
 // Grid: one CTA per SM, all resident. One warp of a CTA streams its share of all weights through a ring in shared memory
 //   and never waits for activations; eight warps do the layers' work. 5 stages a layer: qkv (norm, RoPE, KV store),
 //   attention, o (residual), gate/up (norm, SiLU), down (residual); then logits (norm).
-// Traffic: 2 bytes a weight, and K and V of the contexts; bound by bandwidth while the ring covers the stages' latency.
-// Limits: sm_90; hidden_size up to 4096, it and intermediate_size multiples of 8; head_dim 64, 128; up to 64 layers.
+// Traffic: 2 bytes a weight, and K and V of the contexts; bound by bandwidth while the ring, and the tiles that warps take
+//   out of it early, cover the stages' latency. The layers' code must fit in the instruction cache, of about 128 KB:
+//   kernels differ by all that changes much code, and there are no divisions in the layers.
+// Limits: sm_90; hidden_size up to 4096, it and intermediate_size multiples of 8; head_dim 64, 128; up to 64 layers;
+//   blocks of up to 4096 tokens.
 //
 // Stages meet through words in global memory that begin as holes (a NaN pattern that no result has): a reader loads the
 // words that it needs until none is a hole, so that there is no fence, no counter and no barrier of the grid. Every stage
@@ -129,7 +133,8 @@ cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, i
       shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0 &&
       shape.hidden_size > 0 && shape.hidden_size % 8 == 0 && shape.hidden_size <= kMaxNormStrips * kStrip &&
       shape.intermediate_size > 0 && shape.intermediate_size % 8 == 0 && shape.vocab_size > 0 &&
-      shape.vocab_size <= kMaxVocab && block_size > 0 && block_size <= kMaxBlockSize && num_stages >= 0 && num_stages <= max_stages;
+      shape.vocab_size <= kMaxVocab && block_size > 0 && block_size <= kMaxBlockSize && num_stages >= 0 &&
+      num_stages <= max_stages;
   if (!supported) return cudaErrorInvalidValue;
   const Exchange exchange = exchange_of(num_rows, shape);
   const int64_t set_words = (workspace_words - kHeaderWords) / 2 / 32 * 32;

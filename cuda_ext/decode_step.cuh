@@ -26,15 +26,15 @@ constexpr int kRoundTiles = 8;                        // tiles whose results are
 constexpr int kSplitTokens = 128;                     // a shorter context is not split
 constexpr int kMaxContextSplits = 16;
 constexpr int kCopiesInFlight = 3;                    // of half tiles: more would slow everything else down
-constexpr int kMaxBlockSize = 512;                    // of the KV cache
-constexpr int kToldSteps = 4;
+constexpr int kMaxBlockSize = 4096;                   // of the KV cache
+constexpr int kToldSteps = 4;                         // whose tokens the host's memory holds
 constexpr int kHeaderWords = 64 + kMaxStepRows * kSummaryWords;
 constexpr uint32_t kHole = 0xffffffffu;               // no conversion to 16 bits and no sum gives it: two NaNs, or one
 constexpr int64_t kPatience = 4'000'000'000;          // cycles from the kernel's start until waits give up: 2 s
 
 enum Stage : int { kQkv, kAttention, kO, kGateUp, kDown, kStagesPerLayer, kLogits };
 
-// Strips of x that are held in registers at once; kNormStrips, 1 or 2, is the number of strips of hidden_size, all of which are.
+// Strips of x that are held in registers at once; kNormStrips, 1 or 2, are all strips of hidden_size.
 template <int kGroups, int kNormStrips>
 __host__ __device__ constexpr int held_strips(int stage) {
   return stage == kDown ? 4 / kGroups : kNormStrips;

@@ -11,9 +11,6 @@ namespace tinyvllm {
 constexpr int kTileTokens = 16;
 constexpr int kHeadRows = 8;  // query heads of one item
 
-template <int head_dim>
-constexpr int kTilesAhead = 128 / head_dim;  // that a warp holds in registers
-
 // Per warp and head: D sums, the largest score, the sum of weights; padded to 16 bytes.
 template <int head_dim>
 constexpr int kHeadFloats = head_dim + 4;
@@ -196,10 +193,10 @@ __device__ __forceinline__ void join_warps(const AttentionItem& item, const floa
 template <typename T, int head_dim>
 __device__ __forceinline__ void attend(const StepArguments<T>& a, const StepShared& s, uint32_t* layer_words,
                                        float* scratch, const AttentionItem& item, const Patience& patience) {
-  constexpr int ahead = kTilesAhead<head_dim>;
-  const int g = threadIdx.x % kWarpSize / 4;
-  const int q = threadIdx.x % 4;
-  const int warp = threadIdx.x / kWarpSize;
+  const int thread = thread_index();
+  const int g = thread % kWarpSize / 4;
+  const int q = thread % 4;
+  const int warp = thread / kWarpSize;
   const int width = (a.num_heads + 2 * a.num_kv_heads) * head_dim;
   const T* qkv = reinterpret_cast<const T*>(layer_words + a.exchange.qkv) + item.seq * width;
   const int first_head = item.kv_head * a.group_heads + item.group_head;
@@ -220,39 +217,28 @@ __device__ __forceinline__ void attend(const StepArguments<T>& a, const StepShar
   if (first < end_tile) {
     const T* query_row = qkv + (first_head + g) * head_dim;
     uint4 query[head_dim / 32] = {};
-    KvTile<head_dim> tiles[ahead] = {};
+    KvTile<head_dim> tile = {};
 #pragma unroll 1
     for (bool holes = true, begins = true; holes; begins = false) {
-      holes = false;
 #pragma unroll
       for (int i = 0; i < head_dim / 32; ++i) {
         query[i] = g < item.num_heads ? load16_relaxed(query_row + (4 * i + q) * 8) : make_uint4(0, 0, 0, 0);
       }
-#pragma unroll
-      for (int p = 0; p < ahead; ++p) {
-        const int index = first + p * kStepWarps;
-        if (index < end_tile && (begins || source.has_newest(index))) source.fill(tiles[p], index);
-      }
+      if (begins || source.has_newest(first)) source.fill(tile, first);
+      holes = source.has_newest(first) && tile.has_holes();
 #pragma unroll
       for (int i = 0; i < head_dim / 32; ++i) holes |= has_hole(query[i]);
-#pragma unroll
-      for (int p = 0; p < ahead; ++p) {
-        const int index = first + p * kStepWarps;
-        if (index < end_tile && source.has_newest(index)) holes |= tiles[p].has_holes();
-      }
       holes = __any_sync(kAllLanes, holes) && !patience.is_over();
     }
 #pragma unroll 1
-    for (int index = first; index < end_tile; index += kStepWarps) {
-      if (index > first && source.has_newest(index)) {
+    for (int index = first;;) {
+      attend_tile<T, head_dim>(sums, tile, query, index * kTileTokens, length, a.scale * kLog2E);
+      index += kStepWarps;
+      if (index >= end_tile) break;
 #pragma unroll 1
-        while (__any_sync(kAllLanes, tiles[0].has_holes()) && !patience.is_over()) source.fill(tiles[0], index);
-      }
-      attend_tile<T, head_dim>(sums, tiles[0], query, index * kTileTokens, length, a.scale * kLog2E);
-#pragma unroll
-      for (int p = 1; p < ahead; ++p) tiles[p - 1] = tiles[p];
-      const int next = index + ahead * kStepWarps;
-      if (next < end_tile) source.fill(tiles[ahead - 1], next);
+      do {
+        source.fill(tile, index);
+      } while (source.has_newest(index) && __any_sync(kAllLanes, tile.has_holes()) && !patience.is_over());
     }
   }
   const float weight = warp_sum<4>(sums.weight);

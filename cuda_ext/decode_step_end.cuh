@@ -145,8 +145,8 @@ __device__ __forceinline__ void advance_row(const StepArguments<T>& a, const Ste
 }
 
 template <typename T>
-__device__ __forceinline__ void end_step(const StepArguments<T>& a, StepShared& s, uint64_t best_of_thread, uint64_t* bests,
-                                         const Patience& patience) {
+__device__ __forceinline__ void end_step(const StepArguments<T>& a, StepShared& s, uint64_t best_of_thread,
+                                         uint64_t* bests, const Patience& patience) {
   StepHeader* header = patience.header;
   Summary* summaries = reinterpret_cast<Summary*>(a.workspace + kHeaderWords - kMaxStepRows * kSummaryWords);
   const int warp = threadIdx.x / kWarpSize;

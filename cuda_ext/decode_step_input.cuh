@@ -20,10 +20,12 @@ __device__ __forceinline__ int lane_element(int step) {
   return (warp + step * kStepWarps) * kChunk + lane / 4 % 2 * (kChunk / 2) + lane % 4 * 8;
 }
 
-// Reads strips first_strip ... of rows of x, complete when it returns; a null row gives zeros.
+// Reads strips first_strip ... of rows of x; if they come from other CTAs, until they are complete. A null row gives
+// zeros.
 template <typename T, int kGroups, int kHeld>
 __device__ __forceinline__ void load_strips(Fragments<kGroups, kHeld>& x, const T* const (&rows)[kGroups],
-                                            const LinearShape& l, int first_strip, const Patience& patience) {
+                                            const LinearShape& l, int first_strip, bool from_ctas,
+                                            const Patience& patience) {
   const auto for_each = [&](auto&& action) {
 #pragma unroll
     for (int strip = 0; strip < kHeld; ++strip) {
@@ -49,7 +51,7 @@ __device__ __forceinline__ void load_strips(Fragments<kGroups, kHeld>& x, const 
     });
     missing = 0;
     for_each([&](const uint4& v, uint32_t bit, const T*, int, int) { missing |= has_hole(v) ? bit : 0; });
-  } while (__any_sync(kAllLanes, missing) && !patience.is_over());
+  } while (from_ctas && __any_sync(kAllLanes, missing) && !patience.is_over());
 }
 
 // The norm's weights of the lane's elements.

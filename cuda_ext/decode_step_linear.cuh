@@ -77,7 +77,8 @@ __device__ __forceinline__ void put_sums(const float (&sums)[kGroups][2][4], flo
 // The stages that find the ring full because attention and its exchanges took long, where there are registers for it.
 template <int kGroups, int kNormStrips>
 __host__ __device__ constexpr int held_tiles(int stage) {
-  return kGroups * kNormStrips < 4 && (stage == kO || stage == kGateUp) ? 2 / kNormStrips : 0;
+  if (kGroups * kNormStrips == 4) return 0;
+  return stage == kO ? 2 / kNormStrips : stage == kGateUp ? 3 / kNormStrips : 0;
 }
 
 // Tiles whose pieces a warp takes out of the ring before it has x, so that the stream goes on meanwhile.

@@ -116,13 +116,13 @@ struct Worker {
       if (row >= a.num_rows) rows[group] = nullptr;
     }
     if constexpr (stage == kO || stage == kDown) {
-      load_strips(x, rows, l, first_strip, patience);
+      load_strips(x, rows, l, first_strip, true, patience);
     } else {
       const T* weights = stage == kLogits ? a.final_norm
                          : stage == kQkv  ? a.layers[layer].attention_norm
                                           : a.layers[layer].mlp_norm;
       const NormWeights<kNormStrips> norm = load_norm<kNormStrips>(weights, l);
-      load_strips(x, rows, l, 0, patience);
+      load_strips(x, rows, l, 0, stage != kQkv || layer > 0, patience);
       weigh<T, kGroups>(x, norm, s.squares[parity / 2][threadIdx.x / kWarpSize]);
     }
   }
@@ -136,8 +136,8 @@ struct Worker {
     if (share.count == 0) return;
     Operand operand = prepare_output<T, head_dim, stage>(a, s, output, layer, layer_words, share.first,
                                                          min(kRoundTiles, share.count));
-    const HeldTiles<held_tiles<kGroups, kNormStrips>(stage), held> taken(l.num_strips == held ? share.count : 0, ring, at,
-                                                                a.ring_tiles, s, patience);
+    const int num_held = l.num_strips == held ? share.count : 0;
+    const HeldTiles<held_tiles<kGroups, kNormStrips>(stage), held> taken(num_held, ring, at, a.ring_tiles, s, patience);
     Fragments<kGroups, held> x;
     if constexpr (loads_once) {
       load_input<stage>(x, l, layer, layer_words, 0);
@@ -173,11 +173,11 @@ struct Worker {
 
   __device__ void run() {
     read_rows<T, head_dim>(a, s);
-    uint32_t* words = a.workspace + kHeaderWords + s.steps % 2 * a.set_words;
     for (int number = 0; number < a.num_stages; ++number) {
       const int layer = number / kStagesPerLayer;
       const int stage = layer == a.num_layers ? static_cast<int>(kLogits) : number % kStagesPerLayer;
-      uint32_t* layer_words = words + layer * a.exchange.layer_words;
+      uint32_t* layer_words =
+          a.workspace + kHeaderWords + s.steps % 2 * a.set_words + layer * a.exchange.layer_words;
       patience.stage = number;
       if (number == a.num_stages - 1) make_holes(a, s);  // when nothing but the stream is waited for
       switch (stage) {

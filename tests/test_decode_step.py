@@ -259,6 +259,9 @@ def test_decode_step_finds_no_token_where_logits_are_no_numbers(device: str, tem
         step.weights.embed[token_ids[2]] = value
         spoiled = step.run(workspace, temperatures=temperatures).isnan().all(dim=1)
         assert torch.equal(spoiled[[0, 2, 3, 4]], (token_ids == token_ids[2])[[0, 2, 3, 4]])
+    step.weights.embed.view(torch.int16)[token_ids[2]] = -1  # NaN as well, and what the kernel waits for elsewhere
+    step.run(workspace, temperatures=temperatures)
+    assert workspace[decode_step.ERROR_WORDS].tolist() == [0] * 4
     step.weights.embed.copy_(embed)
     for value in (torch.nan, torch.inf, -torch.inf):
         step.weights.lm_head[feature, :2] = torch.tensor([value, 0])

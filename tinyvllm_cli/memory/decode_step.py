@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the cards that have both bulk copies and shared memory enough."""
-MAX_ROWS, MAX_LAYERS, MAX_HIDDEN = 8, 64, 4096
+MAX_ROWS, MAX_LAYERS, MAX_HIDDEN, MAX_BLOCK_SIZE = 8, 64, 4096, 4096
 HEADER_WORDS = 64 + 8 * 256 * 4
 """A header, and a summary of each of 256 segments of 8 rows of logits."""
 ERROR_WORDS = slice(4, 8)

@@ -36,13 +36,14 @@ IN_FLIGHT = decode_step.TOLD_STEPS
 """Steps that may be launched and not yet collected."""
 SUSPICIOUS_SECONDS = 1.0
 """A step that took longer may hold a decode kernel that gave up waiting, which takes it 2 seconds."""
-FUSED_CONTEXTS = {1: 12_288, 2: 8_192, 3: 5_120, 4: 3_584, 5: 2_560, 6: 1_792, 7: 1_280, 8: 896}
+FUSED_CONTEXTS = {1: 32_768, 2: 14_336, 3: 8_192, 4: 6_144, 5: 4_096, 6: 3_072, 7: 2_560, 8: 2_048}
 """Batch size -> the longest context of a row up to which decodes run as the one op `decode_step`.
 
-Llama-3.2-1B on an H200, ms a step of captured single ops / of decode_step (0.007 to 0.015 more where it draws):
-1, 2, 4, 8 at 128  0.771 / 0.639  0.764 / 0.651  0.788 / 0.682  0.827 / 0.784
-at 1,024 tokens    0.799 / 0.669  0.799 / 0.715  0.852 / 0.757  0.920 / 0.929
-at 4,000 tokens    0.817 / 0.717  0.852 / 0.793  0.924 / 0.933  1.085 / 1.376
+Llama-3.2-1B on an H200, ms a step of captured single ops / of decode_step; the limits are extrapolated from these:
+1, 2, 4, 8 rows x 128 tokens    0.740 / 0.583  0.748 / 0.593  0.761 / 0.619  0.791 / 0.672
+1, 4 x 1,024; 8 x 1,200         0.767 / 0.609  0.816 / 0.694  0.899 / 0.779
+1 x 16,000; 2 x 12,000          0.887 / 0.805  0.948 / 0.910
+3 x 6,000; 4 x 4,500            0.910 / 0.860  0.909 / 0.848
 """
 ALIGN = 4
 """Packed int32 inputs start at multiples of so many elements (16 bytes)."""
@@ -90,10 +91,11 @@ class ModelRunner:
             self.cuda
             and torch.cuda.get_device_capability(self.device)[0] in decode_step.CAPABILITIES
             and decode_step.is_supported(config, str(weights.embed.dtype).removeprefix("torch."))
+            and limits.block_size <= decode_step.MAX_BLOCK_SIZE
         )
         self.buffers["decode_exchange"].fill_(-1)[: decode_step.HEADER_WORDS] = 0
-        told = decode_step.TOLD_STEPS, decode_step.MAX_ROWS
-        self.told = _host(told[0] * told[1], self.cuda).view(told)  # where fused steps in turn put their tokens
+        # Fused steps in turn put their tokens here. A kernel's writes to the host are there when an event behind it is.
+        self.told = _host(IN_FLIGHT * decode_step.MAX_ROWS, self.cuda).view(IN_FLIGHT, -1)
         self.fused_steps = 0
         if self.can_fuse:
             self.buffers["decode_exchange"][decode_step.TOLD_WORDS].view(torch.int64).fill_(self.told.data_ptr())
@@ -316,7 +318,7 @@ class ModelRunner:
         if not fused:
             return self.sampled[:num_seqs]
         self.fused_steps += 1
-        told = self.told[(self.fused_steps - 1) % len(self.told)] if inside else self.sampled
+        told = self.told[(self.fused_steps - 1) % IN_FLIGHT] if inside else self.sampled
         return told[:num_seqs]
 
     def _decode(self, bucket: int, penalties: bool, fused: bool, inside: bool) -> None:
