@@ -1,17 +1,17 @@
 // out[s, h] = softmax(scale * q[s, h] . K[s]) V[s], one query token per sequence, K and V read through the block table;
 //   q and k of qkv are rotated first (see rope.cuh), and K and V of the token stored in the cache.
-// out [S, Q * D]; qkv [S, (Q + 2 K) D]; kv_cache [B, K, 2, block_size, D]; workspace, counters: see launch.h.
+// out [S, Q * D]; qkv [S, (Q + 2 K) D]; kv_cache [B, K, 2, block_size, D]; workspace: see launch.h.
 // Mapping: a CTA takes one KV head of a part of one context, with 8 of its query heads; it has as many warps as let all
 //   (sequence, KV head) pairs be resident at once, and they take tiles of 16 tokens in turn, each through its own ring.
 //   The warp with the newest token puts it into its tile; the cache's place for it is written, and read by nobody.
 // Traffic: 2 * 2 D bytes per token and KV head, once for each 8 query heads that share it; bound by memory bandwidth.
 // Limits: bf16, fp16; D 64 or 128; any Q / K; any block size, its product with a position below 2^30;
-//   2 * S * K * ceil(Q / K / 8) * num_splits below 2^31, S * max(1, num_splits / 2) at most 65,535.
+//   2 * S * K * ceil(Q / K / 8) * num_splits and S * Q * num_splits below 2^31.
 //
 // Before it waits for the previous kernel it reads parts, the block table, and K and V of all tokens but the newest, all
 // past L1: see launch.h for what that asks of its predecessors.
 #include "decode_parts.cuh"
-#include "decode_tiles.cuh"
+#include "decode_rows.cuh"
 
 namespace tinyvllm {
 namespace {
@@ -25,72 +25,14 @@ struct Arguments {
   const int32_t* block_table;
   int table_stride;
   const Part* parts;
-  float* workspace;
-  int32_t* counters;
-  int num_seqs;
+  int32_t* queue;
+  float* slots;  // of all parts
   int num_kv_heads;
   int group_heads;  // query heads per KV head
   int block_size;
-  int max_parts;  // of all contexts together
+  unsigned reciprocal;  // of block_size, times 2^31, rounded up
   float scale;  // for scores in base 2
 };
-
-// Joins the warps' results in their order and stores them: in `out` if the part is the whole context, else, not yet
-// divided by the sum, in `part_values` [heads, D] and `part_stats` {max, sum} [heads].
-template <typename T, int head_dim>
-__device__ void store_part(const Softmax<head_dim>& softmax, float* shared, bool whole, T* out, float* part_values,
-                           float2* part_stats, int num_heads) {
-  constexpr int pitch = head_dim + 4;  // no bank conflicts in the stores below
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x / kWarpSize;
-  const int num_warps = blockDim.x / kWarpSize;
-  float2* stats = reinterpret_cast<float2*>(shared);  // {max, sum} [num_warps, kHeads]
-  float* values = shared + 2 * num_warps * kHeads;    // [num_warps, kHeads, pitch]
-  __syncthreads();                                    // the rings are not read any more
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = warp * kHeads + lane % 4 * 2 + i;
-    const float sum = reduce_column(softmax.sum[i], [](float x, float y) { return x + y; });
-    if (lane / 4 == 0) stats[row] = make_float2(softmax.max[i], sum);
-#pragma unroll
-    for (int d = 0; d < head_dim / 16; ++d) {
-      values[row * pitch + d * 16 + lane / 4] = softmax.values[d][i];
-      values[row * pitch + d * 16 + lane / 4 + 8] = softmax.values[d][i + 2];
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < num_heads * (head_dim / 4); i += blockDim.x) {
-    const int head = i / (head_dim / 4);
-    const int dim = i % (head_dim / 4) * 4;
-    float max = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < kMaxWarps<head_dim>; ++w) {
-      if (w < num_warps) max = fmaxf(max, stats[w * kHeads + head].x);
-    }
-    float sum = 0.0f;
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int w = 0; w < kMaxWarps<head_dim>; ++w) {
-      if (w >= num_warps) break;
-      const float2 stat = stats[w * kHeads + head];
-      const float4 value = *reinterpret_cast<const float4*>(values + (w * kHeads + head) * pitch + dim);
-      const float weight = fast_exp2(stat.x - max);
-      sum += weight * stat.y;
-      total.x += weight * value.x;
-      total.y += weight * value.y;
-      total.z += weight * value.z;
-      total.w += weight * value.w;
-    }
-    if (whole) {
-      const float factor = 1.0f / sum;
-      *reinterpret_cast<uint2*>(out + head * head_dim + dim) =
-          make_uint2(pack2<T>(total.x * factor, total.y * factor), pack2<T>(total.z * factor, total.w * factor));
-    } else {
-      *reinterpret_cast<float4*>(part_values + head * head_dim + dim) = total;
-      if (dim == 0) part_stats[head] = make_float2(max, sum);
-    }
-  }
-}
 
 template <typename T, int head_dim>
 __global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few registers that all of them fit
@@ -102,9 +44,6 @@ __global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few reg
   int* shared_item = reinterpret_cast<int*>(shared) + num_warps * kRingBytes<head_dim> / 4;
   const int groups = ceil_div(a.group_heads, kHeads);
   const int group_dims = a.group_heads * head_dim;
-  const int64_t num_slots = static_cast<int64_t>(a.max_parts) * a.num_kv_heads;
-  float* slot_values = a.workspace;                                                     // [num_slots, group_dims]
-  float2* slot_stats = reinterpret_cast<float2*>(slot_values + num_slots * group_dims);  // [num_slots, group_heads]
   allow_next_kernel();
 
   int number = blockIdx.z;  // of a part
@@ -135,22 +74,18 @@ __global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few reg
       token.angles = a.rope_table + static_cast<int64_t>(length - 1) * head_dim;
       token.cache = group == 0 ? a.kv_cache + (kv.cache - a.kv_cache) : nullptr;
       Softmax<head_dim> softmax;
-      attend<T, head_dim>(softmax, ring, kv, token, {part.first + warp, num_warps, part.end, length}, a.scale);
+      const Tiles tiles{part.first + warp, num_warps, part.end, length};
+      attend<T, head_dim>(softmax, ring, kv, a.reciprocal, token, tiles, a.scale);
 
-      const int64_t slot = static_cast<int64_t>(number) * a.num_kv_heads + kv_head;
-      store_part<T, head_dim>(softmax, reinterpret_cast<float*>(shared), part.count == 1, out,
-                              slot_values + slot * group_dims + group_head * head_dim,
-                              slot_stats + slot * a.group_heads + group_head, num_heads);
-      if (part.count > 1 && is_last_to_arrive(a.counters + part.seq * a.num_kv_heads + kv_head, part.count * groups)) {
-        const int64_t first_slot = slot - static_cast<int64_t>(part.index) * a.num_kv_heads;
-        merge_parts<T, head_dim>(group_out, slot_values + first_slot * group_dims, a.num_kv_heads * group_dims,
-                                 slot_stats + first_slot * a.group_heads, a.num_kv_heads * a.group_heads, part.count,
-                                 a.group_heads);
-      }
+      // The slots of a context's parts follow each other, for each KV head and group.
+      const int heads_before = (number - part.index) * a.num_kv_heads * a.group_heads +
+                               (kv_head * a.group_heads + group_head) * part.count;
+      float* slots = a.slots + static_cast<int64_t>(heads_before) * kSlotWords<head_dim>;
+      finish_part<T, head_dim>(softmax, shared, part, out, slots, num_heads);
     }
     if (part.total <= gridDim.z) break;  // every part has its own CTAs
     const int heads = a.num_kv_heads * groups;
-    const int item = take_item(a.counters + a.num_seqs * a.num_kv_heads, (part.total - gridDim.z) * heads, shared_item);
+    const int item = take_item(a.queue, (part.total - gridDim.z) * heads, shared_item);
     number = gridDim.z + item / heads;
     if (number >= part.total) break;
     group = item / a.num_kv_heads % groups;
@@ -163,7 +98,7 @@ __global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few reg
 
 cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
                              const int32_t* block_table, int table_stride, const int32_t* parts, float* workspace,
-                             int32_t* counters, int num_seqs, int num_heads, int num_kv_heads, int head_dim,
+                             int num_seqs, int num_heads, int num_kv_heads, int head_dim,
                              int block_size, int num_splits, float scale, Dtype dtype, cudaStream_t stream) {
   const bool divisible = num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0;
   if (!divisible || num_seqs < 0 || num_splits <= 0) return cudaErrorInvalidValue;
@@ -181,8 +116,8 @@ cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const f
       const DecodeShape shape = choose_decode_shape<dim()>(num_seqs, num_heads, num_kv_heads, num_splits);
       const Arguments<T> arguments{
           static_cast<T*>(out), static_cast<const T*>(qkv), static_cast<T*>(kv_cache), rope_table, block_table,
-          table_stride, reinterpret_cast<const Part*>(parts), workspace, counters, num_seqs, num_kv_heads,
-          num_heads / num_kv_heads, block_size, num_seqs * num_splits, scale * kLog2E};
+          table_stride, reinterpret_cast<const Part*>(parts), reinterpret_cast<int32_t*>(workspace), workspace + 4, num_kv_heads,
+          num_heads / num_kv_heads, block_size, ceil_div(1u << 31, static_cast<unsigned>(block_size)), scale * kLog2E};
       const dim3 grid(num_kv_heads, shape.groups, shape.first_parts);
       return launch(attention_decode_kernel<T, dim()>, grid, shape.num_warps * kWarpSize,
                     decode_shared_bytes<dim()>(shape.num_warps), stream, arguments);

@@ -202,8 +202,7 @@ void decode_parts_op(const Tensor& parts, const Tensor& rows, const Tensor& cont
 }
 
 void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_cache, const Tensor& rope_table,
-                         const Tensor& block_table, const Tensor& parts, const Tensor& workspace,
-                         const Tensor& counters, int64_t num_splits, double scale) {
+                         const Tensor& block_table, const Tensor& parts, const Tensor& workspace, int64_t num_splits, double scale) {
   Call call("attention_decode", out);
   const Dtype dtype = call.activation("qkv", qkv);
   const Cache cache(call, kv_cache, qkv.scalar_type());
@@ -215,12 +214,11 @@ void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_
   call.require(num_splits > 0, "num_splits", "must be positive", num_splits);
   const int num_heads = cache.query_heads(call, out.size(1));
   call.check_scratch("parts", parts, kInt, num_seqs * num_splits * kPartInts);
-  call.check_scratch("workspace", workspace, kFloat, num_seqs * num_heads * num_splits * (cache.head_dim + 2));
-  call.check_scratch("counters", counters, kInt, num_seqs * cache.num_kv_heads + 1);
+  call.check_scratch("workspace", workspace, kFloat, 4 + num_seqs * num_heads * num_splits * (cache.head_dim + 4));
   if (num_seqs == 0) return;
   call.launched(attention_decode(out.data_ptr(), qkv.data_ptr(), kv_cache.data_ptr(), floats(rope_table),
                                  ints(block_table), call.fits_int("width of block_table", block_table.size(1)),
-                                 ints(parts), floats(workspace), ints(counters), call.fits_int("sequences", num_seqs),
+                                 ints(parts), floats(workspace), call.fits_int("sequences", num_seqs),
                                  num_heads, cache.num_kv_heads, cache.head_dim, cache.block_size,
                                  call.fits_int("num_splits", num_splits), static_cast<float>(scale), dtype,
                                  call.stream()));

@@ -33,7 +33,7 @@ __device__ Cut choose_cut(const PartRule& rule, unsigned tokens, unsigned num_co
     const int part_tokens = max(rule.whole_tokens, static_cast<int>(ceilf(mean / rule.max_parts)));
     return {part_tokens, part_tokens};
   }
-  const float shortest = fmaxf(rule.min_tokens + mean / 32, static_cast<float>(kTokensAlone) * num_contexts);
+  const float shortest = fmaxf(rule.min_tokens + mean / 64, static_cast<float>(kTokensAlone) * num_contexts);
   const float parts = fminf(rule.even_parts, fmaxf(floorf(mean / shortest), 1.0f));
   const int part_tokens = static_cast<int>(ceilf(mean / parts * (1.0f + 0.5f / parts)));
   return {part_tokens, max(part_tokens, rule.whole_tokens)};

@@ -1,5 +1,5 @@
 // How the CTAs of attention_decode take the parts that decode_parts has made of a batch's contexts (the first by number,
-// what uneven contexts have beyond from a queue), and how the results of one context's parts are merged.
+// what uneven contexts have beyond from a queue).
 #pragma once
 
 #include "attention.cuh"
@@ -26,76 +26,6 @@ __device__ inline int take_item(int32_t* queue, int total, int* shared_item) {
   }
   __syncthreads();
   return *shared_item;
-}
-
-// Adds 1 and returns what was there. What this thread knows to be written before is seen by whom a later one is returned.
-__device__ __forceinline__ int32_t arrive(int32_t* counter) {
-  int32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
-
-// Counts this CTA's arrival; true in all threads of the last of `arrivals` CTAs, which then sees what the others wrote.
-__device__ inline bool is_last_to_arrive(int32_t* counter, int arrivals) {
-  bool last = false;
-  __syncthreads();  // all stores of this CTA come before the arrival
-  if (threadIdx.x == 0) {
-    last = arrive(counter) == arrivals - 1;
-    if (last) *counter = 0;  // as the next launch expects it
-  }
-  return __syncthreads_or(last);
-}
-
-// Merges the parts of one context in their order, a warp per query head. Part i is at values + i * values_stride.
-template <typename T, int head_dim>
-__device__ void merge_parts(T* out, const float* values, int64_t values_stride, const float2* stats,
-                            int64_t stats_stride, int num_parts, int num_heads) {
-  constexpr int chunk = 16;  // parts whose values and stats are on their way at a time
-  constexpr int pairs = head_dim / 64;
-  const int lane = threadIdx.x % kWarpSize;
-  for (int head = threadIdx.x / kWarpSize; head < num_heads; head += blockDim.x / kWarpSize) {
-    float max = -INFINITY;
-    float sum = 0.0f;
-    float2 total[pairs] = {};
-    for (int begin = 0; begin < num_parts; begin += chunk) {
-      float2 stat[chunk];
-      float2 value[chunk][pairs];
-#pragma unroll
-      for (int i = 0; i < chunk; ++i) {
-        const int part = begin + i;
-        stat[i] = part < num_parts ? __ldcg(stats + part * stats_stride + head) : make_float2(-INFINITY, 0.0f);
-#pragma unroll
-        for (int d = 0; d < pairs; ++d) {
-          const float* source = values + part * values_stride + head * head_dim + d * 64 + 2 * lane;
-          value[i][d] =
-              part < num_parts ? __ldcg(reinterpret_cast<const float2*>(source)) : make_float2(0.0f, 0.0f);
-        }
-      }
-      float new_max = max;
-#pragma unroll
-      for (int i = 0; i < chunk; ++i) new_max = fmaxf(new_max, stat[i].x);
-      const float correction = fast_exp2(max - new_max);
-      max = new_max;
-      sum *= correction;
-#pragma unroll
-      for (int d = 0; d < pairs; ++d) total[d] = make_float2(total[d].x * correction, total[d].y * correction);
-#pragma unroll
-      for (int i = 0; i < chunk; ++i) {
-        const float weight = fast_exp2(stat[i].x - max);
-        sum += weight * stat[i].y;
-#pragma unroll
-        for (int d = 0; d < pairs; ++d) {
-          total[d].x += weight * value[i][d].x;
-          total[d].y += weight * value[i][d].y;
-        }
-      }
-    }
-#pragma unroll
-    for (int d = 0; d < pairs; ++d) {
-      *reinterpret_cast<uint32_t*>(out + head * head_dim + d * 64 + 2 * lane) =
-          pack2<T>(total[d].x / sum, total[d].y / sum);
-    }
-  }
 }
 
 }  // namespace tinyvllm

@@ -2,6 +2,8 @@
 // attention_decode works on, so both must choose alike.
 #pragma once
 
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace tinyvllm {
@@ -56,7 +58,8 @@ size_t decode_shared_bytes(int num_warps) {
 }
 
 // A CTA has as many warps as let one for each sequence, KV head and group be resident at once, if that is possible. If
-// there are about as many as SMs they are so large that no two share one.
+// there are about as many as SMs they are so large that no two share one. There are never more CTAs than are resident at
+// once, as they wait for each other's parts; where that cannot be, nothing is cut.
 template <int head_dim>
 DecodeShape choose_decode_shape(int num_seqs, int num_heads, int num_kv_heads, int num_splits) {
   const int groups = ceil_div(num_heads / num_kv_heads, kHeads);
@@ -70,8 +73,12 @@ DecodeShape choose_decode_shape(int num_seqs, int num_heads, int num_kv_heads, i
          (pairs * num_warps > num_sms * kSmWarps<head_dim> || decode_shared_bytes<head_dim>(num_warps) > max_bytes)) {
     num_warps /= 2;
   }
-  const int even_parts = num_splits / 2;
-  return {groups, num_warps, num_seqs * (even_parts > 0 ? even_parts : 1),
+  const size_t sm_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 64 * 1024);
+  const size_t cta_bytes = decode_shared_bytes<head_dim>(num_warps) + 1024;  // the last for the system
+  const int sm_ctas = std::min(kSmWarps<head_dim> / num_warps, static_cast<int>(sm_bytes / cta_bytes));
+  const int most_parts = num_sms * sm_ctas / (num_kv_heads * groups);
+  const int even_parts = most_parts > 0 ? num_splits / 2 : 0;
+  return {groups, num_warps, std::min(num_seqs * std::max(even_parts, 1), std::max(most_parts, 1)),
           {even_parts, num_splits - 1, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile}};
 }
 

@@ -105,14 +105,13 @@ class NewestRow {
 
 // Adds the warp's tiles. The calls up to the first query are made before the previous kernel has ended.
 template <typename T, int head_dim>
-__device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, const NewToken<T>& token,
+__device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, unsigned reciprocal, const NewToken<T>& token,
                        const Tiles& tiles, float scale) {
   constexpr int stage_elements = 2 * kTile * head_dim;
   constexpr int row_chunks = head_dim / 8;
   const int lane = threadIdx.x % kWarpSize;
   const bool in_blocks = kv.block_size % kTile == 0;  // a tile is contiguous in memory
   const int newest = tiles.length - 1;
-  const unsigned reciprocal = ceil_div(1u << 31, static_cast<unsigned>(kv.block_size));
   const auto column_of = [&](int position) {  // position / block_size, if their product is below 2^30
     return static_cast<int>(__umulhi(2 * position + 1, reciprocal));
   };
@@ -150,7 +149,7 @@ __device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, h
     }
     copy_commit();
   };
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kStages; ++i) copy_tile(i, i);
 
   const int newest_tile = newest / kTile;

@@ -85,15 +85,15 @@ cudaError_t decode_parts(int32_t* parts, const int32_t* rows, const int32_t* con
 
 // One query token per sequence, at position context_lens - 1, by the parts that decode_parts made for the same sizes. qkv
 // as the linear gives it: q and k are rotated as by rope_store and K and V stored in the cache, but qkv stays as it is.
-// out [num_seqs, num_heads * head_dim]. workspace: float [num_seqs * num_heads * num_splits * (head_dim + 2)];
-// int32 counters [num_seqs * num_kv_heads + 1], zero before the first launch and left zero by each.
+// out [num_seqs, num_heads * head_dim]. workspace: float [4 + num_seqs * num_heads * num_splits *
+// (head_dim + 4)], zero before the first launch and left zero by each.
 // In a captured graph it reads parts, block_table, and K and V of all earlier positions, before the kernel ahead of it has
 // ended. They must be there before the graph starts, or come from a kernel that has ended before any kernel behind
 // `embedding` starts, as decode_parts has ahead of it: embedding lets the next one start only after its own wait, and no
 // kernel starts before the one ahead of it has.
 cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
                              const int32_t* block_table, int table_stride, const int32_t* parts, float* workspace,
-                             int32_t* counters, int num_seqs, int num_heads, int num_kv_heads, int head_dim,
+                             int num_seqs, int num_heads, int num_kv_heads, int head_dim,
                              int block_size, int num_splits, float scale, Dtype dtype, cudaStream_t stream);
 
 // Chunks of queries with history. Sequence s owns query rows query_start[s] to query_start[s + 1]; its last query has

@@ -90,7 +90,7 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
         "attention_decode": (
             {"out": new(S, Q * D, dtype=act), "qkv": qkv[:S], "kv_cache": cache, "parts": new(S * SPLITS, 8)}
             | {"block_table": new(MAX_SEQS, WIDTH)}
-            | {"workspace": new(S * Q * SPLITS * (D + 2), dtype=F32), "counters": new(S * K + 1)}
+            | {"workspace": new(4 + S * Q * SPLITS * (D + 4), dtype=F32)}
             | {"rope_table": new(99, D, dtype=F32), "num_splits": SPLITS, "scale": 0.125},
             {"table_stride": WIDTH, "num_seqs": S, **cache_sizes} | {"num_splits": SPLITS, "scale": 0.125},
         ),

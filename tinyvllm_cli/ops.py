@@ -32,7 +32,7 @@ SCHEMAS = {
     "decode_parts": "(Tensor(a!) parts, Tensor rows, Tensor context_lens, int num_heads, int num_kv_heads, "
     "int head_dim, int num_splits) -> ()",
     "attention_decode": "(Tensor(a!) out, Tensor qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor block_table, "
-    "Tensor parts, Tensor(c!) workspace, Tensor(d!) counters, int num_splits, float scale) -> ()",
+    "Tensor parts, Tensor(c!) workspace, int num_splits, float scale) -> ()",
     "attention_prefill": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
     "Tensor query_start, Tensor context_lens, int max_query_len, float scale) -> ()",
     "sample": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor logits, Tensor rows, Tensor positions, "
@@ -203,7 +203,7 @@ def decode_parts(
 
 def attention_decode(
     out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, parts: Tensor,
-    workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
+    workspace: Tensor, num_splits: int, scale: float,
 ) -> None:  # fmt: skip
     """Attention of one token per sequence over its context (PagedAttention, Kwon et al. 2023), `rope_store` included.
 
@@ -211,10 +211,10 @@ def attention_decode(
     K and V stored there, while qkv stays as it is. kv_cache [B, K, 2, block_size, D]; rope_table as in `rope_store`;
     block_table int32 [max_num_seqs, *]. parts is what `decode_parts` made for the same sizes and num_splits: the parts'
     results are merged in a fixed order (Flash-Decoding); context length 0 gives a zero row and stores nothing.
-    workspace fp32, at least S * Q * num_splits * (D + 2); counters int32, at least S * K + 1, zero before and after. In
-    a captured graph see `launch.h` for what its predecessors may write.
+    workspace fp32, at least 4 + S * Q * num_splits * (D + 4), is zero before and after. In a captured graph see
+    `launch.h` for what its predecessors may write.
     """
-    _ops.attention_decode(out, qkv, kv_cache, rope_table, block_table, parts, workspace, counters, num_splits, scale)
+    _ops.attention_decode(out, qkv, kv_cache, rope_table, block_table, parts, workspace, num_splits, scale)
 
 
 def attention_prefill(

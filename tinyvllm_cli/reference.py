@@ -140,7 +140,7 @@ def decode_step(
         attn_norm, qkv_weight, o_weight, mlp_norm, gate_up_weight, down_weight = layers[6 * i : 6 * i + 6]
         qkv = _linear(_normed(hidden, attn_norm, eps), qkv_weight)
         attention = qkv.new_empty(len(rows), o_weight.size(1))
-        attention_decode(attention, qkv, kv_cache[i], rope_table, block_table, parts, workspace, workspace, 1, scale)
+        attention_decode(attention, qkv, kv_cache[i], rope_table, block_table, parts, workspace, 1, scale)
         hidden.add_(_linear(attention, o_weight))
         gate_up = _linear(_normed(hidden, mlp_norm, eps), gate_up_weight)
         activation = gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
@@ -172,7 +172,7 @@ def decode_parts(
 
 def attention_decode(
     out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, parts: Tensor,
-    workspace: Tensor, counters: Tensor, num_splits: int, scale: float,
+    workspace: Tensor, num_splits: int, scale: float,
 ) -> None:  # fmt: skip
     rows, context_lens = parts[: len(out), 1:3].unbind(1)
     lengths = context_lens.tolist()
@@ -181,7 +181,7 @@ def attention_decode(
         real = context_lens.nonzero().squeeze(1)
         if len(real):
             some, inputs = out[real], (qkv[real], kv_cache, rope_table, block_table, parts[real])
-            attention_decode(some, *inputs, workspace, counters, num_splits, scale)
+            attention_decode(some, *inputs, workspace, num_splits, scale)
             out[real] = some
         return
     num_kv_heads, _, block_size, head_dim = kv_cache.shape[1:]

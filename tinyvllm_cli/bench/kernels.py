@@ -143,8 +143,7 @@ class _Shapes:
         rope_table(self.rope, c.rope, d)
         self.splits = decode_splits(num_seqs, k)
         self.parts = torch.empty(num_seqs * self.splits, 8, device=device, dtype=torch.int32)
-        self.partials = torch.empty(num_seqs * q * self.splits * (d + 2), device=device)
-        self.counters = torch.zeros(num_seqs * k + 1, device=device, dtype=torch.int32)
+        self.partials = torch.zeros(4 + num_seqs * q * self.splits * (d + 4), device=device)
         self.ids = torch.randint(c.vocab_size, (tokens,), device=device, dtype=torch.int32)
         self.logits = torch.empty(num_seqs, c.vocab_size, device=device).normal_()
         self.sampled, self.last_tokens = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
@@ -211,7 +210,7 @@ class _Shapes:
             4 * pairs * c.num_heads * c.head_dim,
             lambda i: ops.attention_decode(
                 self.attention, self.qkv, self.cache[i], self.rope, self.table, self.parts, self.partials,
-                self.counters, self.splits, c.head_dim**-0.5,
+                self.splits, c.head_dim**-0.5,
             ),
         )  # fmt: skip
 

@@ -171,7 +171,6 @@ class Llama:
                 self.block_table,
                 self.buffers["attention_parts"],
                 self.buffers["attention_partials"],
-                self.buffers["attention_counters"],
                 num_splits,
                 self.scale,
             )

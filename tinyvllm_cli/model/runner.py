@@ -99,7 +99,7 @@ class ModelRunner:
         self.fused_steps = 0
         if self.can_fuse:
             self.buffers["decode_exchange"][decode_step.TOLD_WORDS].view(torch.int64).fill_(self.told.data_ptr())
-        self.buffers["attention_counters"].zero_()
+        self.buffers["attention_partials"].zero_()
         self.buffers["sample_counters"].zero_()
         self.buffers["best_logits"].zero_()
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
