@@ -187,7 +187,7 @@ def test_a_hundred_gigabytes(tmp_path: Path) -> None:
     assert result.exit_code is ExitCode.OK, err
     assert result.totals.all.num_parameters == 70_553_706_496
     assert "model.layers.{0-79}.mlp.up_proj" in "".join(out.split())
-    assert len(out.splitlines()) < 140
+    assert len(out.splitlines()) < 130
     assert min(cpu_seconds(tmp_path) for _ in range(3)) < 0.3  # the best of some runs, for the machine may be busy
 
 
