@@ -7,6 +7,7 @@ weights a real file of the measured shape, with the demo's tokenizer.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.random import default_rng  # numpy loads it late, and swallows a Ctrl-C meanwhile
 
 from tinyvllm_cli.bench.compare import hf_config
 from tinyvllm_cli.bench.result import Result, empty_result
@@ -49,12 +51,16 @@ def measure_start(
     As many as `repetitions`; fewer, but at least one, once `budget_s` seconds are spent.
     """
     result = empty_result(case)
-    with tempfile.TemporaryDirectory(prefix="tinyvllm-bench-") as folder:
-        sample = _sampler(case.name, model, Path(folder), device, dtype)
+    folder = Path(tempfile.gettempdir(), f"tinyvllm-bench-{secrets.token_hex(8)}")
+    try:  # a TemporaryDirectory would leave the folder behind if it were interrupted while it is made
+        folder.mkdir(mode=0o700)
+        sample = _sampler(case.name, model, folder, device, dtype)
         spent = sample()
         while len(result.samples) < repetitions and (spent < budget_s or not result.samples):
             result.samples.append(sample())
             spent += result.samples[-1]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     result.ms, result.steps = 1e3 * statistics.median(result.samples), 1
     return result
 
@@ -111,8 +117,7 @@ def _load(folder: Path, device: str, dtype: str) -> float:
 
 def write_checkpoint(folder: Path, config: ModelConfig, *, holes: bool = False) -> Path:
     """Writes a bf16 checkpoint in shards of at most 5 GB: random numbers that repeat, or holes that take no space."""
-    noise = np.random.default_rng(0).standard_normal(CHUNK_BYTES // 2, dtype=np.float32) * np.float32(0.02)
-    chunk = (noise.view(np.uint32) >> 16).astype(np.uint16).tobytes() if not holes else b""
+    chunk = b"" if holes else _noise(CHUNK_BYTES)
     shards: list[dict[str, dict[str, object]]] = [{}]
     sizes = [0]
     for _, parts in stored_weights(config, config.tie_word_embeddings):
@@ -141,3 +146,8 @@ def write_checkpoint(folder: Path, config: ModelConfig, *, holes: bool = False) 
     for name in TOKENIZER_FILES:
         shutil.copy(Path(__file__).parent.parent / "demo" / name, folder)
     return folder
+
+
+def _noise(nbytes: int) -> bytes:
+    noise = default_rng(0).standard_normal(nbytes // 2, dtype=np.float32) * np.float32(0.02)
+    return (noise.view(np.uint32) >> 16).astype(np.uint16).tobytes()
