@@ -54,9 +54,6 @@ for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema)
 _ops = torch.ops.tinyvllm
 
-DECODE_STEP_MAX_ROWS = 8
-"""Batch sizes that `decode_step` takes."""
-
 
 def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
     """out[t] = weight[token_ids[t]]. out [T, H], weight [V, H], token_ids int32 [T]; an id outside 0..V-1 gives
@@ -287,7 +284,7 @@ def decode_step(
     rope_table: Tensor, rows: Tensor, block_table: Tensor, temperature: Tensor | None, seeds: Tensor | None, eps: float,
     scale: float, num_stages: int = -1, times: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """A whole decode step of at most DECODE_STEP_MAX_ROWS sequences in one kernel.
+    """A whole decode step of at most `memory.decode_step.MAX_ROWS` sequences in one kernel.
 
     From the state that `decode_inputs` starts from, rows, next_positions [S] and last_tokens [max_num_seqs], which it
     advances in the same way: K and V of each row's last token go into kv_cache [layers, B, K, 2, block_size, D], logits

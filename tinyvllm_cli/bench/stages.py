@@ -45,7 +45,7 @@ def measure_stages(
     count, device = block_table.size(0), weights.embed.device
     dtype = str(weights.embed.dtype).removeprefix("torch.")
     supported = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in decode_step.CAPABILITIES
-    if not supported or count > ops.DECODE_STEP_MAX_ROWS or not decode_step.is_supported(config, dtype):
+    if not supported or count > decode_step.MAX_ROWS or not decode_step.is_supported(config, dtype):
         return []
 
     def integers(value: int, size: int = count) -> torch.Tensor:

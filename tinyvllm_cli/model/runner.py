@@ -317,8 +317,8 @@ class ModelRunner:
             self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
         if not fused:
             return self.sampled[:num_seqs]
+        told = self.told[self.fused_steps % IN_FLIGHT] if inside else self.sampled
         self.fused_steps += 1
-        told = self.told[(self.fused_steps - 1) % IN_FLIGHT] if inside else self.sampled
         return told[:num_seqs]
 
     def _decode(self, bucket: int, penalties: bool, fused: bool, inside: bool) -> None:
