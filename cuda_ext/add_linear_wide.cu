@@ -84,15 +84,7 @@ __device__ __forceinline__ void exchange_and_add(T* out, const Walk& tile, Ring<
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
       if (first + i >= mine) break;
-      float4 sum = *parts;
-      parts += kMultipliers;
-      for (int split = 1; split < splits; ++split, parts += kMultipliers) {
-        const float4 more = *parts;
-        sum.x += more.x;
-        sum.y += more.y;
-        sum.z += more.z;
-        sum.w += more.w;
-      }
+      const float4 sum = sum_of_parts(parts, splits, kMultipliers);
       const float four[4] = {sum.x, sum.y, sum.z, sum.w};
       target.for_each(part.split + (first + i) * splits,
                       [&](int at, T& element) { element = from_float<T>(to_float(old[i][at]) + four[at]); });

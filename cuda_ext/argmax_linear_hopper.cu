@@ -46,22 +46,14 @@ __device__ __forceinline__ void run_argmax(Rank* ranks, const CUtensorMap& x_map
   Rank* of_warps = reinterpret_cast<Rank*>(shared + work.stage_at);
 #pragma unroll
   for (int i = 0; i < kRows / 4; ++i) {
-    Rank rank = rank_of(best[i], token[i]);
-#pragma unroll
-    for (int offset = 4; offset < kWarpSize; offset *= 2) {
-      const Rank other = __shfl_xor_sync(kAllLanes, rank, offset);
-      rank = other > rank ? other : rank;
-    }
+    const Rank rank = max_rank_of_lanes<4, kWarpSize>(rank_of(best[i], token[i]));
     if (g == 0) of_warps[warp * kRows + i / 2 * 8 + 2 * q + i % 2] = rank;
   }
   named_barrier(1, kConsumers);
   if (threadIdx.x < work.num_rows) {
     Rank rank = 0;
 #pragma unroll
-    for (int w = 0; w < kConsumerWarps; ++w) {
-      const Rank other = of_warps[w * kRows + threadIdx.x];
-      rank = other > rank ? other : rank;
-    }
+    for (int w = 0; w < kConsumerWarps; ++w) rank = max_rank(rank, of_warps[w * kRows + threadIdx.x]);
     atomicMax(ranks + threadIdx.x, rank);
   }
 }

@@ -14,16 +14,6 @@ namespace {
 
 constexpr int kMaxTiles = 128;  // of a CTA when x is shared: a byte tells one of them and one of two features
 
-__device__ __forceinline__ Rank max_rank(Rank a, Rank b) { return a > b ? a : b; }
-
-// Of the lanes that differ in bits from `first` up to below `end`.
-template <int first, int end>
-__device__ __forceinline__ Rank max_of_lanes(Rank rank) {
-#pragma unroll
-  for (int offset = first; offset < end; offset *= 2) rank = max_rank(rank, __shfl_xor_sync(kAllLanes, rank, offset));
-  return rank;
-}
-
 template <typename Form>
 struct Shared {
   Ring<Form, 0> ring;
@@ -51,7 +41,7 @@ struct Best {
   __device__ __forceinline__ void merge(Rank* ranks, const Work& work, const Part& part) const {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const Rank rank = max_of_lanes<1, 4>(rank_of(logits[u], features[u]));
+      const Rank rank = max_rank_of_lanes<1, 4>(rank_of(logits[u], features[u]));
       const int row = part.half * work.tiling.to_token + own_row() + 8 * u;  // in all tiles the same
       if (threadIdx.x % 4 == 0 && row < work.num_rows) atomicMax(ranks + row, rank);
     }
@@ -98,7 +88,7 @@ struct Best<Form<false, columns>> {
       const int code = logits[i] > -INFINITY ? s.codes[i][threadIdx.x] : 0;
       const int tile = part.cluster + code / 2 * part.num_clusters;
       const int first = tile * work.tiling.features + part.half * work.tiling.to_feature;
-      const Rank rank = max_of_lanes<4, kWarpSize>(rank_of(logits[i], first + own_row() + code % 2 * 8));
+      const Rank rank = max_rank_of_lanes<4, kWarpSize>(rank_of(logits[i], first + own_row() + code % 2 * 8));
       const int column = i / 2 * 8 + first_column() + i % 2;
       if (threadIdx.x % kWarpSize < 4) s.ranks[threadIdx.x / kWarpSize][column] = rank;
     }

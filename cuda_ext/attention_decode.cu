@@ -116,8 +116,9 @@ cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const f
       const DecodeShape shape = choose_decode_shape<dim()>(num_seqs, num_heads, num_kv_heads, num_splits);
       const Arguments<T> arguments{
           static_cast<T*>(out), static_cast<const T*>(qkv), static_cast<T*>(kv_cache), rope_table, block_table,
-          table_stride, reinterpret_cast<const Part*>(parts), reinterpret_cast<int32_t*>(workspace), workspace + 4, num_kv_heads,
-          num_heads / num_kv_heads, block_size, ceil_div(1u << 31, static_cast<unsigned>(block_size)), scale * kLog2E};
+          table_stride, reinterpret_cast<const Part*>(parts), reinterpret_cast<int32_t*>(workspace), workspace + 4,
+          num_kv_heads, num_heads / num_kv_heads, block_size, ceil_div(1u << 31, static_cast<unsigned>(block_size)),
+          scale * kLog2E};
       const dim3 grid(num_kv_heads, shape.groups, shape.first_parts);
       return launch(attention_decode_kernel<T, dim()>, grid, shape.num_warps * kWarpSize,
                     decode_shared_bytes<dim()>(shape.num_warps), stream, arguments);

@@ -4,7 +4,7 @@
 // A panel is a tile of hopper.cuh with any number of rows. Rows of more than 64 elements are several panels.
 #pragma once
 
-#include "hopper.cuh"
+#include "wgmma.cuh"
 
 namespace tinyvllm {
 

@@ -202,7 +202,8 @@ void decode_parts_op(const Tensor& parts, const Tensor& rows, const Tensor& cont
 }
 
 void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_cache, const Tensor& rope_table,
-                         const Tensor& block_table, const Tensor& parts, const Tensor& workspace, int64_t num_splits, double scale) {
+                         const Tensor& block_table, const Tensor& parts, const Tensor& workspace, int64_t num_splits,
+                         double scale) {
   Call call("attention_decode", out);
   const Dtype dtype = call.activation("qkv", qkv);
   const Cache cache(call, kv_cache, qkv.scalar_type());

@@ -1,5 +1,5 @@
-// What a persistent kernel needs beyond mbarrier.cuh: bulk copies that report to barriers (sm_90), relaxed accesses to
-// words that other CTAs write while the kernel runs, barriers of some of a CTA's warps, and a clock.
+// What a persistent kernel needs beyond mbarrier.cuh: bulk copies that report to barriers (sm_90), barriers of some of a
+// CTA's warps, and a clock.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -21,27 +21,6 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
           shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
-}
-
-// ---- Words that other CTAs write meanwhile ----
-
-__device__ __forceinline__ uint4 load16_relaxed(const void* address) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint32_t load4_relaxed(const void* address) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void store4_relaxed(void* address, uint32_t value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // ---- Barrier `number` (1 to 15) of num_threads threads, whole warps, that all call this ----

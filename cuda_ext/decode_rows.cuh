@@ -3,38 +3,13 @@
 #pragma once
 
 #include "decode_tiles.cuh"
+#include "relaxed.cuh"
 
 namespace tinyvllm {
 
-// Loads and stores between CTAs that run at the same time, one word after the other in any order.
-__device__ __forceinline__ float4 load_relaxed4(const float* address) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "l"(address)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float2 load_relaxed2(const float* address) {
-  float2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void store_relaxed4(float* address, float4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_relaxed2(float* address, float2 v) {
-  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(v.x), "f"(v.y) : "memory");
-}
-
 // What a part leaves in the workspace is never zero, so that a zero says it is not there yet; -0 is as good in a sum.
-__device__ __forceinline__ float nonzero(float value) { return value == 0.0f ? -0.0f : value; }
-__device__ __forceinline__ bool is_there(float value) { return __float_as_uint(value) != 0; }
+__device__ __forceinline__ uint32_t nonzero(float value) { return __float_as_uint(value == 0.0f ? -0.0f : value); }
+__device__ __forceinline__ bool is_there(uint32_t word) { return word != 0; }
 
 // Results of parts of a context, by rows, for 8 query heads: max of the scores, sum of their powers, and the sum of V
 // weighted by these.
@@ -109,9 +84,8 @@ __device__ __forceinline__ void join_rows(const Rows<head_dim>& rows, int num_ro
       *reinterpret_cast<uint2*>(out + i * 4) =
           make_uint2(pack2<T>(total.x * factor, total.y * factor), pack2<T>(total.z * factor, total.w * factor));
     } else {
-      store_relaxed4(slot + i * 4,
-                     make_float4(nonzero(total.x), nonzero(total.y), nonzero(total.z), nonzero(total.w)));
-      if (dim == 0) store_relaxed2(slot + num_heads * head_dim + head * 2, make_float2(nonzero(max), nonzero(sum)));
+      store16_relaxed(slot + i * 4, make_uint4(nonzero(total.x), nonzero(total.y), nonzero(total.z), nonzero(total.w)));
+      if (dim == 0) store8_relaxed(slot + num_heads * head_dim + head * 2, make_uint2(nonzero(max), nonzero(sum)));
     }
   }
 }
@@ -137,8 +111,8 @@ __device__ __forceinline__ int gather_rows(const Rows<head_dim>& rows, const flo
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
     for (int begin = row; begin < num_parts; begin += batch * num_rows) {
-      float2 stat[batch];
-      float4 value[batch];
+      uint2 stat[batch];
+      uint4 value[batch];
       bool there;
       do {
         there = true;
@@ -146,11 +120,11 @@ __device__ __forceinline__ int gather_rows(const Rows<head_dim>& rows, const flo
         const float* stat_at = stat_source;
 #pragma unroll
         for (int j = 0; j < batch; ++j) {
-          stat[j] = make_float2(-INFINITY, -0.0f);
-          value[j] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+          stat[j] = make_uint2(__float_as_uint(-INFINITY), nonzero(0.0f));
+          value[j] = make_uint4(nonzero(0.0f), nonzero(0.0f), nonzero(0.0f), nonzero(0.0f));
           if (begin + j * num_rows < num_parts) {
-            stat[j] = load_relaxed2(stat_at);
-            value[j] = load_relaxed4(value_at);
+            stat[j] = load8_relaxed(stat_at);
+            value[j] = load16_relaxed(value_at);
           }
           value_at += num_rows * stride;
           stat_at += num_rows * stride;
@@ -165,19 +139,19 @@ __device__ __forceinline__ int gather_rows(const Rows<head_dim>& rows, const flo
       stat_source += batch * num_rows * stride;
       float new_max = max;
 #pragma unroll
-      for (int j = 0; j < batch; ++j) new_max = fmaxf(new_max, stat[j].x);
+      for (int j = 0; j < batch; ++j) new_max = fmaxf(new_max, __uint_as_float(stat[j].x));
       const float correction = fast_exp2(max - new_max);
       max = new_max;
       sum *= correction;
       total = make_float4(total.x * correction, total.y * correction, total.z * correction, total.w * correction);
 #pragma unroll
       for (int j = 0; j < batch; ++j) {
-        const float weight = fast_exp2(stat[j].x - max);
-        sum += weight * stat[j].y;
-        total.x += weight * value[j].x;
-        total.y += weight * value[j].y;
-        total.z += weight * value[j].z;
-        total.w += weight * value[j].w;
+        const float weight = fast_exp2(__uint_as_float(stat[j].x) - max);
+        sum += weight * __uint_as_float(stat[j].y);
+        total.x += weight * __uint_as_float(value[j].x);
+        total.y += weight * __uint_as_float(value[j].y);
+        total.z += weight * __uint_as_float(value[j].z);
+        total.w += weight * __uint_as_float(value[j].w);
       }
     }
     *reinterpret_cast<float4*>(rows.values + (row * kHeads + head) * rows.pitch + dim) = total;

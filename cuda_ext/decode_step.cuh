@@ -4,6 +4,7 @@
 
 #include "attention.cuh"
 #include "bulk_copy.cuh"
+#include "relaxed.cuh"
 #include "sample_row.cuh"
 
 namespace tinyvllm {

@@ -19,13 +19,16 @@ struct WeightStream {
   int issued = 0;
   bool first_lap = true;
 
+  // Until the oldest copy in flight has landed.
+  __device__ void await_landing() {
+    wait_for(&s.full[landed.slot][landed_half], landed.parity, patience);
+    landed_half ^= 1;
+    if (landed_half == 0) landed.advance(a.ring_tiles);
+  }
+
   // The next half of a tile in flight, once few enough are.
   __device__ void copy_half(const T* weight, const LinearShape& l, int row, int half, int first, int elements) {
-    if (issued >= kCopiesInFlight) {
-      wait_for(&s.full[landed.slot][landed_half], landed.parity, patience);
-      landed_half ^= 1;
-      if (landed_half == 0) landed.advance(a.ring_tiles);
-    }
+    if (issued >= kCopiesInFlight) await_landing();
     const int num_rows = max(min(kHalfRows, l.out_features - row), 0);
     const uint32_t bytes = elements * sizeof(T);
     uint64_t* barrier = &s.full[at.slot][half];
@@ -76,11 +79,7 @@ struct WeightStream {
       const int kind = layer == a.num_layers ? kLogits : stage % kStagesPerLayer;
       if (kind != kAttention) run_layer(layer, kind);
     }
-    for (int left = min(issued, kCopiesInFlight); left > 0; --left) {  // nothing may land after the CTA's end
-      wait_for(&s.full[landed.slot][landed_half], landed.parity, patience);
-      landed_half ^= 1;
-      if (landed_half == 0) landed.advance(a.ring_tiles);
-    }
+    for (int left = min(issued, kCopiesInFlight); left > 0; --left) await_landing();  // none after the CTA's end
   }
 };
 

@@ -105,8 +105,8 @@ class NewestRow {
 
 // Adds the warp's tiles. The calls up to the first query are made before the previous kernel has ended.
 template <typename T, int head_dim>
-__device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, unsigned reciprocal, const NewToken<T>& token,
-                       const Tiles& tiles, float scale) {
+__device__ void attend(Softmax<head_dim>& softmax, T* ring, const PagedHead<T, head_dim>& kv, unsigned reciprocal,
+                       const NewToken<T>& token, const Tiles& tiles, float scale) {
   constexpr int stage_elements = 2 * kTile * head_dim;
   constexpr int row_chunks = head_dim / 8;
   const int lane = threadIdx.x % kWarpSize;

@@ -149,8 +149,9 @@ struct LlamaWeights {
 // context_lens written; with temperature and seeds also sampled and last_tokens, as sample does without top-k, top-p, min-p.
 // workspace: int32 [workspace_words], before the first launch 8,256 zeros, then -1; words 4 to 7 are 0, or tell of a wait
 // that ended without success: {1 + stage's number, CTA, warp, 0}; words 8 and 9 may hold the address of pinned host
-// memory, int32 [4, 8], where step s puts its sampled tokens into row s % 4. num_stages: how many of the
-// 5 num_layers + 1 are run. times: null, or int64 [CTAs, num_stages, 2], ns when a CTA has a stage's input and when it has written its output.
+// memory, int32 [4, 8], where step s puts its sampled tokens into row s % 4. num_stages: how many of the 5 num_layers + 1
+// are run. times: null, or int64 [CTAs, num_stages, 2], ns when a CTA has a stage's input and when it has written its
+// output.
 cudaError_t decode_step(float* logits, int32_t* sampled, int32_t* last_tokens, int32_t* next_positions,
                         int32_t* context_lens, void* kv_cache, int32_t* workspace, int64_t workspace_words,
                         int64_t* times, const LlamaWeights& weights, const LlamaShape& shape, const float* rope_table,

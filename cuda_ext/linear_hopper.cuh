@@ -2,9 +2,7 @@
 // it, and the products.
 #pragma once
 
-#include <limits>
-
-#include "hopper.cuh"
+#include "wgmma.cuh"
 
 namespace tinyvllm {
 
@@ -254,11 +252,8 @@ cudaError_t describe_operands(CUtensorMap* x_map, CUtensorMap* weight_map, const
                           work.gated, kUnitRows / work.layout.halves);
 }
 
-// Whether the tile copies can read such operands.
 inline bool is_supported(const void* x, const void* weight, int num_rows, int out_features, int in_features) {
-  return num_rows >= 1 && num_rows <= kMaxRows && out_features > 0 &&
-         out_features <= std::numeric_limits<int>::max() / 4 && in_features > 0 && in_features % 8 == 0 &&
-         is_aligned16(x) && is_aligned16(weight);
+  return num_rows >= 1 && num_rows <= kMaxRows && can_copy_tiles(x, weight, out_features, in_features);
 }
 
 // Calls launch(std::integral_constant<int, r>{}), r being num_rows rounded up to one of these.

@@ -157,15 +157,7 @@ __device__ __forceinline__ void exchange_and_store(void* out, const float (&sums
   float* slice = slices + threadIdx.x / kWarpSize * kSliceFloats;
   const float4* parts = reinterpret_cast<const float4*>(shared) + threadIdx.x;
   for (int i = 0; i < mine; ++i) {
-    float4 sum = *parts;
-    parts += kConsumers;
-    for (int split = 1; split < splits; ++split, parts += kConsumers) {
-      const float4 more = *parts;
-      sum.x += more.x;
-      sum.y += more.y;
-      sum.z += more.z;
-      sum.w += more.w;
-    }
+    const float4 sum = sum_of_parts(parts, splits, kConsumers);
     const int row = 8 * (part.split + i * splits);
     put_in_slice(slice, 0, sum, work.gated);
     __syncwarp();

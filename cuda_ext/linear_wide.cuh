@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "hopper.cuh"
+#include "wgmma.cuh"
 
 namespace tinyvllm::wide {
 
@@ -233,11 +233,9 @@ __device__ __forceinline__ void multiply_tiles(Ring& ring, const CUtensorMap& x_
 
 // ---- Host ----
 
-// Whether the tile copies can read such operands.
 inline bool is_supported(const void* x, const void* weight, int num_rows, int out_features, int in_features) {
-  constexpr int max_int = std::numeric_limits<int>::max();
-  return num_rows >= 1 && num_rows <= max_int - 2 * kOwn && out_features > 0 && out_features <= max_int / 4 &&
-         in_features > 0 && in_features % 8 == 0 && is_aligned16(x) && is_aligned16(weight);
+  return num_rows >= 1 && num_rows <= std::numeric_limits<int>::max() - 2 * kOwn &&
+         can_copy_tiles(x, weight, out_features, in_features);
 }
 
 // Work that is not split.

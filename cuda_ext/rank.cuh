@@ -29,14 +29,19 @@ __device__ __forceinline__ int token_of_rank(uint64_t rank) {
   return isfinite(value_of_rank(rank)) ? index_of_rank(rank) : -1;
 }
 
-__device__ __forceinline__ uint64_t warp_max_rank(uint64_t rank) {
+__device__ __forceinline__ uint64_t max_rank(uint64_t a, uint64_t b) { return b > a ? b : a; }
+
+// Of the lanes whose numbers differ in the bits from `first` up to below `end`.
+template <int first, int end>
+__device__ __forceinline__ uint64_t max_rank_of_lanes(uint64_t rank) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, rank, offset);
-    rank = other > rank ? other : rank;
+  for (int offset = end / 2; offset >= first; offset /= 2) {
+    rank = max_rank(rank, __shfl_xor_sync(kAllLanes, rank, offset));
   }
   return rank;
 }
+
+__device__ __forceinline__ uint64_t warp_max_rank(uint64_t rank) { return max_rank_of_lanes<1, kWarpSize>(rank); }
 
 // NaN if one of them is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {

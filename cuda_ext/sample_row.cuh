@@ -1,4 +1,4 @@
-// What knows of one row of logits: sample.cu, and the end of decode_step, which draw the same token from the same logits.
+// One row of logits: sample.cu, and the end of decode_step, which draw the same token from the same logits.
 // Weights are integers (40-bit fixed point), so that their sums do not depend on the order of the threads.
 #pragma once
 
@@ -15,7 +15,9 @@ constexpr int kBins = 2048;               // of a row's histogram
 constexpr int kBatch = 16;                // logits that a thread loads before it uses the first
 constexpr float kOne = 1099511627776.0f;  // 2^40, the weight of the largest logit
 
-__device__ __forceinline__ int segment_size(int vocab_size) { return ceil_div(vocab_size, kSegments * kWarpSize) * kWarpSize; }
+__device__ __forceinline__ int segment_size(int vocab_size) {
+  return ceil_div(vocab_size, kSegments * kWarpSize) * kWarpSize;
+}
 
 __device__ __forceinline__ float scale_of(float temperature) {
   return temperature > 0.0f ? fminf(1.4426950408889634f / temperature, 1e30f) : 0.0f;
