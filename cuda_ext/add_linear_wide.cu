@@ -1,9 +1,10 @@
-// out[m, n] += sum_k x[m, k] * weight[n, k], rounded once, for 129 to 256 rows, few features and long K.
+// out[m, n] += sum_k x[m, k] * weight[n, k], rounded once, for 129 to 256 rows and few features; here K is long, else it is
+// linear_wide.cu's.
 // x [M, K], weight [N, K], out [M, N] of one 16-bit dtype; contiguous.
 // Mapping: as linear_wide.cuh has it: a cluster has 128 features of all rows, its CTAs split K. Up to 192 rows are the
 //   columns of one CTA, more belong to two that share the weights. Of the columns, in turn, a CTA gets all sums.
 // Traffic: 2 M N K flop, bound by what shared memory takes in and gives to the tensor cores; then by the exchange.
-// Limits: bf16 or fp16; K a multiple of 8; N up to 64 for each multiprocessor; compute capability 9.0.
+// Limits: bf16 or fp16; K and N multiples of 8; compute capability 9.0.
 #include "linear_wide.cuh"
 
 #pragma nv_diag_suppress 177  // unused: elsewhere than on sm_90a the kernel is empty
@@ -12,10 +13,12 @@ namespace tinyvllm {
 namespace wide {
 namespace {
 
+constexpr int kMaxRows = 256;
+constexpr int kMinChunks = 128;   // of K, to split it
 constexpr int kMaxCluster = 8;    // the largest that every device takes
 constexpr int kFeatures = 128;    // of a cluster
 constexpr int kPieceColumns = 8;  // go from CTA to CTA at once: four sums of each thread
-constexpr int kPieceBytes = kMultipliers * 16;
+constexpr int kPieceBytes = Form<false, 0>::kMultipliers * 16;
 
 // What a thread has of out in a piece, at 2 u + v: row g + 8 u of its warp's 16 and column 2 q + v.
 template <typename T, bool weights_shared>
@@ -49,7 +52,7 @@ struct Target {
 // Adds up the sums of the CTAs that split K. The pieces are theirs in turn: the owner gets the sums of all into its
 // ring, by splits, each thread those of the threads with its number.
 template <typename T, typename Form>
-__device__ __forceinline__ void exchange_and_add(T* out, const Walk& tile, Ring<Form, 0>& ring, const Work& work,
+__device__ __forceinline__ void exchange_and_add(T* out, const Walk& tile, Ring<Form>& ring, const Work& work,
                                                  const Part& part, const float (&sums)[Form::kColumns / 2]) {
   constexpr int pieces = Form::kColumns / kPieceColumns;
   constexpr int batch = pieces > 16 ? 4 : 6;  // whose part of out is loaded ahead
@@ -84,7 +87,7 @@ __device__ __forceinline__ void exchange_and_add(T* out, const Walk& tile, Ring<
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
       if (first + i >= mine) break;
-      const float4 sum = sum_of_parts(parts, splits, kMultipliers);
+      const float4 sum = sum_of_parts(parts, splits, Form::kMultipliers);
       const float four[4] = {sum.x, sum.y, sum.z, sum.w};
       target.for_each(part.split + (first + i) * splits,
                       [&](int at, T& element) { element = from_float<T>(to_float(old[i][at]) + four[at]); });
@@ -93,12 +96,12 @@ __device__ __forceinline__ void exchange_and_add(T* out, const Walk& tile, Ring<
 }
 
 template <typename T, typename Form>
-__global__ __launch_bounds__(kThreads, 1) void add_linear_wide_kernel(T* out, const __grid_constant__ CUtensorMap x_map,
+__global__ __launch_bounds__(Form::kThreads, 1) void add_linear_wide_kernel(T* out, const __grid_constant__ CUtensorMap x_map,
                                                                       const __grid_constant__ CUtensorMap weight_map,
                                                                       const __grid_constant__ Work work) {
   if constexpr (kHopperCode) {
     extern __shared__ __align__(kTileAlignment) uint8_t shared_bytes[];
-    auto& ring = *reinterpret_cast<Ring<Form, 0>*>(shared_bytes);
+    auto& ring = *reinterpret_cast<Ring<Form>*>(shared_bytes);
     const Part part(work);
     multiply_tiles<T>(ring, x_map, weight_map, work, part,
                       [&](const Walk& tile, const float (&sums)[Form::kColumns / 2]) {
@@ -111,7 +114,7 @@ __global__ __launch_bounds__(kThreads, 1) void add_linear_wide_kernel(T* out, co
 template <typename T, typename Form>
 cudaError_t launch_form(T* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
                         cudaStream_t stream) {
-  constexpr int shared_bytes = sizeof(Ring<Form, 0>);
+  constexpr int shared_bytes = sizeof(Ring<Form>);
   const auto kernel = add_linear_wide_kernel<T, Form>;
   Work work = plan_work<Form>(num_rows, out_features, in_features, false);
   work.meets = true;
@@ -119,7 +122,7 @@ cudaError_t launch_form(T* out, const void* x, const void* weight, int num_rows,
     int resident = 0;
     const int size = Form::kSharers * work.splits;
     if (size < 2) break;
-    const cudaError_t error = max_clusters(&resident, kernel, kThreads, size, shared_bytes);
+    const cudaError_t error = max_clusters(&resident, kernel, Form::kThreads, size, shared_bytes);
     if (error != cudaSuccess) return error;
     if (resident < work.feature_tiles) continue;
     return launch_tiles<Form>(kernel, shared_bytes, x, weight, out_features, in_features, work, stream, out);
@@ -133,10 +136,14 @@ cudaError_t launch_form(T* out, const void* x, const void* weight, int num_rows,
 cudaError_t add_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
                             int in_features, Dtype dtype, cudaStream_t stream) {
   using namespace wide;
-  const bool supported = num_rows <= 2 * kOwn && is_supported(x, weight, num_rows, out_features, in_features) &&
+  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
                          is_aligned16(out);
   if (!supported) return cudaErrorInvalidValue;
-  return dispatch_dtype(dtype, [&](auto type) {
+  const auto whole = [&] {
+    return add_linear_whole(out, x, weight, num_rows, out_features, in_features, dtype, stream);
+  };
+  if (num_rows > kMaxRows || in_features < kMinChunks * kTileColumns) return whole();
+  const cudaError_t split = dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     const auto launch = [&](auto form) {
@@ -148,6 +155,7 @@ cudaError_t add_linear_wide(void* out, const void* x, const void* weight, int nu
                                                 : cudaErrorNotSupported;
     return error == cudaErrorNotSupported ? launch(Form<true, kFeatures>{}) : error;
   });
+  return split == cudaErrorNotSupported ? whole() : split;
 }
 
 }  // namespace tinyvllm

@@ -16,7 +16,7 @@ constexpr int kMaxTiles = 128;  // of a CTA when x is shared: a byte tells one o
 
 template <typename Form>
 struct Shared {
-  Ring<Form, 0> ring;
+  Ring<Form> ring;
 };
 
 // The best of a thread's tokens: two, all features of a tile are its columns.
@@ -50,11 +50,13 @@ struct Best {
 
 template <int columns>
 struct Shared<Form<false, columns>> {
-  static constexpr int kOtherBytes = columns / 4 * kMultipliers + kMultiplierWarps * columns * 8;
+  static constexpr int kThreads = Form<false, columns>::kMultipliers;
+  static constexpr int kWarps = Form<false, columns>::kMultiplierWarps;
+  static constexpr int kOtherBytes = columns / 4 * kThreads + kWarps * columns * 8;
 
-  Ring<Form<false, columns>, kOtherBytes> ring;
-  uint8_t codes[columns / 4][kMultipliers];
-  Rank ranks[kMultiplierWarps][columns];
+  Ring<Form<false, columns>, kMaxBytes - kOtherBytes> ring;
+  uint8_t codes[columns / 4][kThreads];
+  Rank ranks[kWarps][columns];
 };
 
 // The best of a thread's tokens: a quarter of the columns, two features of a tile are its own. Of each, a code in
@@ -92,17 +94,17 @@ struct Best<Form<false, columns>> {
       const int column = i / 2 * 8 + first_column() + i % 2;
       if (threadIdx.x % kWarpSize < 4) s.ranks[threadIdx.x / kWarpSize][column] = rank;
     }
-    named_barrier(1, kMultipliers);
+    named_barrier(1, s.kThreads);
     if (threadIdx.x >= work.num_rows) return;
     Rank rank = 0;
 #pragma unroll
-    for (int warp = 0; warp < kMultiplierWarps; ++warp) rank = max_rank(rank, s.ranks[warp][threadIdx.x]);
+    for (int warp = 0; warp < s.kWarps; ++warp) rank = max_rank(rank, s.ranks[warp][threadIdx.x]);
     atomicMax(ranks + threadIdx.x, rank);
   }
 };
 
 template <typename T, typename Form>
-__global__ __launch_bounds__(kThreads, 1) void argmax_linear_wide_kernel(Rank* ranks,
+__global__ __launch_bounds__(Form::kThreads, 1) void argmax_linear_wide_kernel(Rank* ranks,
                                                                          const __grid_constant__ CUtensorMap x_map,
                                                                          const __grid_constant__ CUtensorMap weight_map,
                                                                          const __grid_constant__ Work work) {
@@ -113,7 +115,7 @@ __global__ __launch_bounds__(kThreads, 1) void argmax_linear_wide_kernel(Rank* r
     Best<Form> best(s);
     multiply_tiles<T>(s.ring, x_map, weight_map, work, part,
                       [&](const Walk& tile, const float (&sums)[Form::kColumns / 2]) { best.take(tile, sums); });
-    if (threadIdx.x < kMultipliers) best.merge(ranks, work, part);
+    if (threadIdx.x < Form::kMultipliers) best.merge(ranks, work, part);
   }
 }
 
@@ -121,7 +123,7 @@ __global__ __launch_bounds__(kThreads, 1) void argmax_linear_wide_kernel(Rank* r
 template <typename Launch>
 cudaError_t dispatch_form(int num_rows, int out_features, const Launch& launch) {
   const int pairs = device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2;
-  const bool can_count = ceil_div(out_features, 2 * kOwn) <= kMaxTiles * pairs;
+  const bool can_count = ceil_div(out_features, 256) <= kMaxTiles * pairs;
   if (num_rows <= 160 && can_count) return launch(Form<false, 160>{});
   if (num_rows <= 192 && can_count) return launch(Form<false, 192>{});
   return launch(Form<true, 256>{});
@@ -133,7 +135,7 @@ cudaError_t dispatch_form(int num_rows, int out_features, const Launch& launch) 
 cudaError_t find_best_wide(Rank* ranks, const void* x, const void* weight, int num_rows, int out_features,
                            int in_features, Dtype dtype, cudaStream_t stream) {
   using namespace wide;
-  if (num_rows > 2 * kOwn || !is_supported(x, weight, num_rows, out_features, in_features)) {
+  if (num_rows > 256 || !is_supported(x, weight, num_rows, out_features, in_features)) {
     return cudaErrorInvalidValue;
   }
   return dispatch_dtype(dtype, [&](auto type) {

@@ -99,9 +99,10 @@ __global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few reg
 cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
                              const int32_t* block_table, int table_stride, const int32_t* parts, float* workspace,
                              int num_seqs, int num_heads, int num_kv_heads, int head_dim,
-                             int block_size, int num_splits, float scale, Dtype dtype, cudaStream_t stream) {
+                             int block_size, int num_splits, int min_warps, float scale, Dtype dtype,
+                             cudaStream_t stream) {
   const bool divisible = num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0;
-  if (!divisible || num_seqs < 0 || num_splits <= 0) return cudaErrorInvalidValue;
+  if (!divisible || num_seqs < 0 || num_splits <= 0 || min_warps <= 0) return cudaErrorInvalidValue;
   const int64_t pairs = static_cast<int64_t>(num_seqs) * num_kv_heads * ceil_div(num_heads / num_kv_heads, kHeads);
   const int64_t block_elements = static_cast<int64_t>(num_kv_heads) * 2 * block_size * head_dim;
   const bool supported = block_size > 0 && block_elements <= INT32_MAX && table_stride >= 0 &&
@@ -113,7 +114,7 @@ cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const f
     return dispatch_head_dim(head_dim, [&](auto dim) {
       using T = typename decltype(type)::type;
       if (num_seqs == 0) return cudaSuccess;
-      const DecodeShape shape = choose_decode_shape<dim()>(num_seqs, num_heads, num_kv_heads, num_splits);
+      const DecodeShape shape = choose_decode_shape<dim()>(num_seqs, num_heads, num_kv_heads, num_splits, min_warps);
       const Arguments<T> arguments{
           static_cast<T*>(out), static_cast<const T*>(qkv), static_cast<T*>(kv_cache), rope_table, block_table,
           table_stride, reinterpret_cast<const Part*>(parts), reinterpret_cast<int32_t*>(workspace), workspace + 4,
@@ -121,7 +122,7 @@ cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const f
           scale * kLog2E};
       const dim3 grid(num_kv_heads, shape.groups, shape.first_parts);
       return launch(attention_decode_kernel<T, dim()>, grid, shape.num_warps * kWarpSize,
-                    decode_shared_bytes<dim()>(shape.num_warps), stream, arguments);
+                    shape.shared_bytes, stream, arguments);
     });
   });
 }

@@ -152,6 +152,10 @@ void gated_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weig
   linear_of_dtype_op("gated_linear_wide", gated_linear_wide, 2, out, x, weight);
 }
 
+void linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  linear_of_dtype_op("linear_wide", linear_wide, 1, out, x, weight);
+}
+
 void add_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
   linear_of_dtype_op("add_linear_wide", add_linear_wide, 1, out, x, weight);
 }
@@ -188,7 +192,7 @@ void decode_inputs_op(const Tensor& token_ids, const Tensor& context_lens, const
 }
 
 void decode_parts_op(const Tensor& parts, const Tensor& rows, const Tensor& context_lens, int64_t num_heads,
-                     int64_t num_kv_heads, int64_t head_dim, int64_t num_splits) {
+                     int64_t num_kv_heads, int64_t head_dim, int64_t num_splits, int64_t min_warps) {
   Call call("decode_parts", parts);
   call.check("rows", rows, kInt, {-1});
   call.check("context_lens", context_lens, kInt, {rows.size(0)});
@@ -198,12 +202,12 @@ void decode_parts_op(const Tensor& parts, const Tensor& rows, const Tensor& cont
   call.launched(decode_parts(ints(parts), ints(rows), ints(context_lens), call.fits_int("sequences", rows.size(0)),
                              call.fits_int("num_heads", num_heads), call.fits_int("num_kv_heads", num_kv_heads),
                              call.fits_int("head_dim", head_dim), call.fits_int("num_splits", num_splits),
-                             call.stream()));
+                             call.fits_int("min_warps", min_warps), call.stream()));
 }
 
 void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_cache, const Tensor& rope_table,
                          const Tensor& block_table, const Tensor& parts, const Tensor& workspace, int64_t num_splits,
-                         double scale) {
+                         int64_t min_warps, double scale) {
   Call call("attention_decode", out);
   const Dtype dtype = call.activation("qkv", qkv);
   const Cache cache(call, kv_cache, qkv.scalar_type());
@@ -221,8 +225,8 @@ void attention_decode_op(const Tensor& out, const Tensor& qkv, const Tensor& kv_
                                  ints(block_table), call.fits_int("width of block_table", block_table.size(1)),
                                  ints(parts), floats(workspace), call.fits_int("sequences", num_seqs),
                                  num_heads, cache.num_kv_heads, cache.head_dim, cache.block_size,
-                                 call.fits_int("num_splits", num_splits), static_cast<float>(scale), dtype,
-                                 call.stream()));
+                                 call.fits_int("num_splits", num_splits), call.fits_int("min_warps", min_warps),
+                                 static_cast<float>(scale), dtype, call.stream()));
 }
 
 void attention_prefill_op(const Tensor& out, const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
@@ -330,6 +334,7 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("linear_hopper", tinyvllm::linear_hopper_op);
   m.impl("gated_linear_hopper", tinyvllm::gated_linear_hopper_op);
   m.impl("gated_linear_wide", tinyvllm::gated_linear_wide_op);
+  m.impl("linear_wide", tinyvllm::linear_wide_op);
   m.impl("add_linear_wide", tinyvllm::add_linear_wide_op);
   m.impl("argmax_linear_hopper", tinyvllm::argmax_linear_hopper_op);
   m.impl("decode_inputs", tinyvllm::decode_inputs_op);

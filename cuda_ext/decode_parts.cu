@@ -84,11 +84,12 @@ __global__ void decode_parts_kernel(Part* parts, const int32_t* rows, const int3
 }  // namespace
 
 cudaError_t decode_parts(int32_t* parts, const int32_t* rows, const int32_t* context_lens, int num_seqs, int num_heads,
-                         int num_kv_heads, int head_dim, int num_splits, cudaStream_t stream) {
-  if (num_seqs < 0 || num_kv_heads <= 0 || num_heads < num_kv_heads || num_splits <= 0) return cudaErrorInvalidValue;
+                         int num_kv_heads, int head_dim, int num_splits, int min_warps, cudaStream_t stream) {
+  const bool supported = num_seqs >= 0 && num_kv_heads > 0 && num_heads >= num_kv_heads;
+  if (!supported || num_splits <= 0 || min_warps <= 0) return cudaErrorInvalidValue;
   return dispatch_head_dim(head_dim, [&](auto dim) {
     if (num_seqs == 0) return cudaSuccess;
-    const DecodeShape shape = choose_decode_shape<dim()>(num_seqs, num_heads, num_kv_heads, num_splits);
+    const DecodeShape shape = choose_decode_shape<dim()>(num_seqs, num_heads, num_kv_heads, num_splits, min_warps);
     return launch(decode_parts_kernel, 1, kWarpSize, 0, stream, reinterpret_cast<Part*>(parts), rows, context_lens,
                   num_seqs, shape.rule, shape.first_parts);
   });

@@ -19,9 +19,9 @@ template <typename Form>
 struct Shared {
   // Weights shared: a panel of 16 tokens of each half of a warp's features. Else one of all tokens.
   static constexpr int kPanelBytes = kTileRowBytes * (Form::kWeightsShared ? kWarpRows : Form::kColumns);
-  static constexpr int kPanels = Form::kWeightsShared ? kMultiplierWarps * Form::kColumns / 2 / kPanelFeatures : 1;
+  static constexpr int kPanels = Form::kWeightsShared ? Form::kMultiplierWarps * Form::kColumns / 2 / kPanelFeatures : 1;
 
-  Ring<Form, kPanels * kPanelBytes> ring;
+  Ring<Form, kMaxBytes - kPanels * kPanelBytes> ring;
   alignas(kTileAlignment) uint8_t out[kPanels][kPanelBytes];
 };
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_features(const CUtensorMap& map, Shared<Fo
   const int warp = threadIdx.x / kWarpSize;
   const uint32_t target = shared_address(s.out[0]) + row * kTileRowBytes + (warp ^ row % 8) * 16;
   if (threadIdx.x == 0) wait_for_stores<0>();  // of the tile before
-  named_barrier(1, kMultipliers);
+  named_barrier(1, Form::kMultipliers);
 #pragma unroll
   for (int first = 0; first < Form::kColumns; first += 16) {
     uint32_t words[2];
@@ -81,12 +81,12 @@ __device__ __forceinline__ void store_features(const CUtensorMap& map, Shared<Fo
     store_matrices_transposed(target + first * kTileRowBytes, words[0], words[1]);
   }
   publish_to_async();
-  named_barrier(1, kMultipliers);
+  named_barrier(1, Form::kMultipliers);
   if (threadIdx.x == 0) store_tile(map, tile.token, tile.feature, shared_address(s.out[0]));
 }
 
 template <typename T, typename Form>
-__global__ __launch_bounds__(kThreads, 1) void gated_linear_wide_kernel(
+__global__ __launch_bounds__(Form::kThreads, 1) void gated_linear_wide_kernel(
     const __grid_constant__ CUtensorMap out_map, const __grid_constant__ CUtensorMap x_map,
     const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ Work work) {
   if constexpr (kHopperCode) {
@@ -109,10 +109,10 @@ template <int... columns, typename Launch>
 cudaError_t dispatch_form(int num_rows, int out_features, const Launch& launch) {
   const int pairs = std::max(device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2, 1);
   const auto time = [&](int tokens) {
-    const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, tokens)) * ceil_div(out_features, kOwn);
+    const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, tokens)) * ceil_div(out_features, 128);
     return ceil_div<int64_t>(tiles, pairs) * tokens;
   };
-  int64_t best = time(2 * kOwn);
+  int64_t best = time(256);
   int tokens = 0;
   const auto consider = [&](int candidate) {
     if (num_rows > kMaxTokens || time(candidate) >= best) return;

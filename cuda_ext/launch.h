@@ -61,8 +61,12 @@ cudaError_t gated_linear_hopper(void* out, const void* x, const void* weight, in
 cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
                               int in_features, Dtype dtype, cudaStream_t stream);
 
-// out[m, n] += sum_k x[m, k] * weight[n, k], rounded to dtype, for 1 <= m <= 256 (made for more than 128) on compute
-// capability 9.0; in_features is a multiple of 8, out_features at most 64 for each multiprocessor.
+// linear_hopper for any number of rows, made for 129 to 256 and few features: out_features and in_features multiples of 8.
+cudaError_t linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
+                        Dtype dtype, cudaStream_t stream);
+
+// out[m, n] += sum_k x[m, k] * weight[n, k], rounded to dtype, made for 129 to 256 rows on compute capability 9.0; both
+// sizes are multiples of 8.
 cudaError_t add_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
                             int in_features, Dtype dtype, cudaStream_t stream);
 
@@ -79,9 +83,10 @@ cudaError_t decode_inputs(int32_t* token_ids, int32_t* context_lens, int32_t* ne
 
 // How attention_decode shares out its work over contexts of such lengths: parts int32 [num_seqs * num_splits, 8], as
 // decode_shape.cuh has them. num_splits: 1 never splits a context; 2 n + 1 splits long contexts of nearly equal length
-// in n parts, uneven ones in 2 n on average, and none if they are short.
+// in n parts, uneven ones in 2 n on average, and none if they are short. min_warps: that attend to a part together at
+// least, up to 8; 1 leaves it to the number of sequences.
 cudaError_t decode_parts(int32_t* parts, const int32_t* rows, const int32_t* context_lens, int num_seqs, int num_heads,
-                         int num_kv_heads, int head_dim, int num_splits, cudaStream_t stream);
+                         int num_kv_heads, int head_dim, int num_splits, int min_warps, cudaStream_t stream);
 
 // One query token per sequence, at position context_lens - 1, by the parts that decode_parts made for the same sizes. qkv
 // as the linear gives it: q and k are rotated as by rope_store and K and V stored in the cache, but qkv stays as it is.
@@ -94,7 +99,8 @@ cudaError_t decode_parts(int32_t* parts, const int32_t* rows, const int32_t* con
 cudaError_t attention_decode(void* out, const void* qkv, void* kv_cache, const float* rope_table,
                              const int32_t* block_table, int table_stride, const int32_t* parts, float* workspace,
                              int num_seqs, int num_heads, int num_kv_heads, int head_dim,
-                             int block_size, int num_splits, float scale, Dtype dtype, cudaStream_t stream);
+                             int block_size, int num_splits, int min_warps, float scale, Dtype dtype,
+                             cudaStream_t stream);
 
 // Chunks of queries with history. Sequence s owns query rows query_start[s] to query_start[s + 1]; its last query has
 // position context_lens[s] - 1. A query at position p attends to positions 0..p. max_query_len: the longest chunk.

@@ -1,10 +1,10 @@
 // What the linear kernels for more than 128 tokens share: how CTAs share the work, the ring of tiles and the warps that
 // fill it, and the products.
 //
-// A CTA multiplies 128 rows of its own by columns that it may share with another CTA of its cluster; each of the pair
-// copies half of them to both. Either the rows are tokens and the columns rows of weight, or the other way round: then
-// a multiple of 32 tokens takes a time of its own. When there are few tiles, the CTAs of a cluster split K.
-// Two warpgroups of a CTA multiply 64 of its own rows each; two warps copy.
+// A CTA multiplies 64 or 128 rows of its own by columns that it may share with another CTA of its cluster; each of the
+// pair copies half of them to both. Either the rows are tokens and the columns rows of weight, or the other way round:
+// then a multiple of 32 tokens takes a time of its own. When there are few tiles, the CTAs of a cluster split K.
+// Each warpgroup of a CTA multiplies 64 of its own rows; two warps copy.
 #pragma once
 
 #include <algorithm>
@@ -14,28 +14,31 @@
 
 namespace tinyvllm::wide {
 
-constexpr int kMultiplierWarps = 8;
-constexpr int kMultipliers = kMultiplierWarps * kWarpSize;
-constexpr int kWeightWarp = kMultiplierWarps;           // the last warp copies x
-constexpr int kThreads = kMultipliers + 2 * kWarpSize;
-constexpr int kOwn = 128;                               // rows
-constexpr int kWarpRows = 16;                           // of these
-constexpr int kTokenTiles = 8;                          // that go through the weights together
+constexpr int kWarpRows = 16;            // of a CTA's own rows
+constexpr int kTokenTiles = 8;           // that go through the weights together
+constexpr int kMaxBytes = 226 * 1024;    // of a CTA's shared memory
 
-// Whether the columns are rows of weight, how many they are (a multiple of 32 up to 256), and how many CTAs share them.
-template <bool weights_shared, int columns, int sharers = 2>
+// Whether the columns are rows of weight, how many they are (a multiple of 32 up to 256), how many CTAs share them, and
+// how many rows a CTA has of its own.
+template <bool weights_shared, int columns, int sharers = 2, int own = 128>
 struct Form {
   static constexpr bool kWeightsShared = weights_shared;
   static constexpr int kColumns = columns;
   static constexpr int kSharers = sharers;
+  static constexpr int kOwn = own;
+  static constexpr int kMultiplierWarps = own / kWarpRows;
+  static constexpr int kMultipliers = kMultiplierWarps * kWarpSize;
+  static constexpr int kWeightWarp = kMultiplierWarps;  // the last warp copies x
+  static constexpr int kThreads = kMultipliers + 2 * kWarpSize;
 };
 
-// Each slot holds a chunk of K: 64 elements. The slots take what a CTA's shared memory has room for beside other_bytes.
-template <typename Form, int other_bytes>
+// Each slot holds a chunk of K: 64 elements. There are as many as have room in so many bytes.
+template <typename Form, int bytes = kMaxBytes>
 struct Ring : Form {
   using Form::kColumns;
+  using Form::kOwn;
   using Form::kSharers;
-  static constexpr int kSlots = (226 * 1024 - other_bytes) / ((kOwn + kColumns) * kTileRowBytes);
+  static constexpr int kSlots = bytes / ((kOwn + kColumns) * kTileRowBytes);
 
   uint8_t own[kSlots][kOwn * kTileRowBytes];
   uint8_t shared[kSlots][kSharers][kColumns / kSharers * kTileRowBytes];
@@ -167,7 +170,7 @@ __device__ __forceinline__ void copy_x(Ring& ring, const CUtensorMap& map, const
 // The warpgroup's sums of one tile.
 template <typename T, typename Ring>
 __device__ __forceinline__ void multiply(float (&sums)[Ring::kColumns / 2], Ring& ring, Turn& turn, const Part& part) {
-  const int row = threadIdx.x / kWarpgroup * (kOwn / 2);
+  const int row = threadIdx.x / kWarpgroup * 64;
   const int lane = threadIdx.x % kWarpSize;
   const auto release = [&](int slot) {
     const int first = Ring::kSharers * part.split;  // rank of the sharers
@@ -205,7 +208,7 @@ __device__ __forceinline__ void multiply_tiles(Ring& ring, const CUtensorMap& x_
   if (threadIdx.x == 0) {
     for (int i = 0; i < Ring::kSlots; ++i) {
       init_barrier(shared_address(&ring.full[i]), 2);
-      init_barrier(shared_address(&ring.empty[i]), Ring::kSharers * kMultiplierWarps);
+      init_barrier(shared_address(&ring.empty[i]), Ring::kSharers * Ring::kMultiplierWarps);
     }
     init_barrier(shared_address(&ring.received), 1);
     publish_barriers();
@@ -214,11 +217,11 @@ __device__ __forceinline__ void multiply_tiles(Ring& ring, const CUtensorMap& x_
   allow_next_kernel();
 
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);  // the same in all lanes for the compiler too
-  if (warp >= kWeightWarp) {
-    if (warp == kWeightWarp) copy_weights(ring, weight_map, work, part);
+  if (warp >= Ring::kWeightWarp) {
+    if (warp == Ring::kWeightWarp) copy_weights(ring, weight_map, work, part);
     wait_for_previous_kernel();
     fence_tile_copies();
-    if (warp > kWeightWarp) copy_x(ring, x_map, work, part);
+    if (warp > Ring::kWeightWarp) copy_x(ring, x_map, work, part);
     if (work.meets) cluster_barrier();
   } else {
     wait_for_previous_kernel();
@@ -234,14 +237,14 @@ __device__ __forceinline__ void multiply_tiles(Ring& ring, const CUtensorMap& x_
 // ---- Host ----
 
 inline bool is_supported(const void* x, const void* weight, int num_rows, int out_features, int in_features) {
-  return num_rows >= 1 && num_rows <= std::numeric_limits<int>::max() - 2 * kOwn &&
+  return num_rows >= 1 && num_rows <= std::numeric_limits<int>::max() - 256 &&
          can_copy_tiles(x, weight, out_features, in_features);
 }
 
 // Work that is not split.
 template <typename Form>
 Work plan_work(int num_rows, int out_features, int in_features, bool gated) {
-  const int weight_rows = Form::kWeightsShared ? Form::kColumns : kOwn;  // of a CTA's tile
+  const int weight_rows = Form::kWeightsShared ? Form::kColumns : Form::kOwn;  // of a CTA's tile
   const int tile_features = gated ? weight_rows / 2 : weight_rows;
   Work work{};
   work.num_rows = num_rows;
@@ -249,7 +252,7 @@ Work plan_work(int num_rows, int out_features, int in_features, bool gated) {
   work.num_chunks = ceil_div(in_features, kTileColumns);
   work.to_second_half = Form::kColumns / 2;
   if constexpr (Form::kWeightsShared) {
-    work.tiling = {Form::kSharers * kOwn, tile_features, kOwn, 0};
+    work.tiling = {Form::kSharers * Form::kOwn, tile_features, Form::kOwn, 0};
     if (gated) work.to_second_half = out_features;
   } else {
     work.tiling = {Form::kColumns, Form::kSharers * tile_features, 0, tile_features};
@@ -262,26 +265,30 @@ Work plan_work(int num_rows, int out_features, int in_features, bool gated) {
   return work;
 }
 
-// Describes the operands and launches kernel(arguments..., x_map, weight_map, work), with as many clusters as there is
-// room or work for.
-template <typename Form, typename Kernel, typename... Arguments>
+// Describes the operands and launches kernel(arguments..., x_map, weight_map, work), with a cluster for each tile, or if
+// they stay, with no more than there is room for.
+template <typename Form, bool stay = true, typename Kernel, typename... Arguments>
 cudaError_t launch_tiles(Kernel kernel, size_t shared_bytes, const void* x, const void* weight, int weight_rows,
                          int in_features, const Work& work, cudaStream_t stream, const Arguments&... arguments) {
   const int64_t num_tiles = static_cast<int64_t>(work.token_tiles) * work.feature_tiles;
   if (num_tiles > std::numeric_limits<int>::max() / 2) return cudaErrorInvalidValue;
   constexpr int part = Form::kColumns / Form::kSharers;
   CUtensorMap x_map, weight_map;
-  cudaError_t error = describe_matrix(&x_map, x, work.num_rows, in_features, Form::kWeightsShared ? kOwn : part);
+  cudaError_t error = describe_matrix(&x_map, x, work.num_rows, in_features, Form::kWeightsShared ? Form::kOwn : part);
   if (error == cudaSuccess) {
     error = Form::kWeightsShared ? describe_matrix(&weight_map, weight, weight_rows, in_features, part)
-                                 : describe_weights(&weight_map, weight, weight_rows, in_features, work.paired, kOwn);
+                                 : describe_weights(&weight_map, weight, weight_rows, in_features, work.paired, Form::kOwn);
   }
   if (error != cudaSuccess) return error;
   const int size = Form::kSharers * work.splits;
   const int room = device_attribute(cudaDevAttrMultiProcessorCount, size) / size;
-  const unsigned clusters = static_cast<unsigned>(std::min<int64_t>(num_tiles, room));
-  return launch_clusters(kernel, clusters * size, kThreads, size, shared_bytes, stream, arguments..., x_map, weight_map,
+  const unsigned clusters = static_cast<unsigned>(stay ? std::min<int64_t>(num_tiles, room) : num_tiles);
+  return launch_clusters(kernel, clusters * size, Form::kThreads, size, shared_bytes, stream, arguments..., x_map, weight_map,
                          work);
 }
+
+// out += x @ weight^T without splitting K; out_features is a multiple of 8.
+cudaError_t add_linear_whole(void* out, const void* x, const void* weight, int num_rows, int out_features,
+                             int in_features, Dtype dtype, cudaStream_t stream);
 
 }  // namespace tinyvllm::wide

@@ -29,6 +29,8 @@ __device__ __forceinline__ void wgmma_wait() {
 #define REGISTERS_16 REGISTERS_8 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS_32 REGISTERS_16 ", " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_48 REGISTERS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGISTERS_64 REGISTERS_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
   "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -47,6 +49,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #define OPERANDS_8(i) OPERANDS_4(i), OPERANDS_4(i + 4)
 #define OPERANDS_16(i) OPERANDS_8(i), OPERANDS_8(i + 8)
 #define OPERANDS_32(i) OPERANDS_16(i), OPERANDS_16(i + 16)
+#define OPERANDS_48(i) OPERANDS_32(i), OPERANDS_16(i + 32)
 #define OPERANDS_64(i) OPERANDS_32(i), OPERANDS_32(i + 32)
 #define OPERANDS_80(i) OPERANDS_64(i), OPERANDS_16(i + 64)
 #define OPERANDS_96(i) OPERANDS_64(i), OPERANDS_32(i + 64)
@@ -70,7 +73,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // If not `accumulate`, d = a * b^T.
 template <typename T, int n>
 __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool accumulate = true) {
-  constexpr int part = n >= 256 ? 256 : n > 128 && n % 32 == 0 ? n : n >= 128 ? 128 : n >= 64 ? 64 : n >= 32 ? 32 : 16;
+  constexpr int part = n >= 256 ? 256 : n > 128 && n % 32 == 0 ? n : n >= 128 ? 128 : n >= 96 ? 96 : n >= 64 ? 64 : n >= 32 ? 32 : 16;
   if constexpr (part == 256) {
     WGMMA_OF_TYPE("256", 128, "%128", "%129", "%130")
   } else if constexpr (part == 224) {
@@ -81,6 +84,8 @@ __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool acc
     WGMMA_OF_TYPE("160", 80, "%80", "%81", "%82")
   } else if constexpr (part == 128) {
     WGMMA_OF_TYPE("128", 64, "%64", "%65", "%66")
+  } else if constexpr (part == 96) {
+    WGMMA_OF_TYPE("96", 48, "%48", "%49", "%50")
   } else if constexpr (part == 64) {
     WGMMA_OF_TYPE("64", 32, "%32", "%33", "%34")
   } else if constexpr (part == 32) {
@@ -94,6 +99,7 @@ __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool acc
 #undef REGISTERS_8
 #undef REGISTERS_16
 #undef REGISTERS_32
+#undef REGISTERS_48
 #undef REGISTERS_64
 #undef REGISTERS_80
 #undef REGISTERS_96
@@ -103,6 +109,7 @@ __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool acc
 #undef OPERANDS_8
 #undef OPERANDS_16
 #undef OPERANDS_32
+#undef OPERANDS_48
 #undef OPERANDS_64
 #undef OPERANDS_80
 #undef OPERANDS_96

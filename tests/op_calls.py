@@ -68,6 +68,10 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
             {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
         ),
+        "linear_wide": (
+            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
+            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
+        ),
         "add_linear_wide": (
             {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
             {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
@@ -84,15 +88,16 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
         ),
         "decode_parts": (
             {"parts": new(S * SPLITS, 8), "rows": new(S), "context_lens": new(S), "num_heads": Q, "num_kv_heads": K}
-            | {"head_dim": D, "num_splits": SPLITS},
-            {"num_seqs": S, "num_heads": Q, "num_kv_heads": K, "head_dim": D, "num_splits": SPLITS},
+            | {"head_dim": D, "num_splits": SPLITS, "min_warps": 4},
+            {"num_seqs": S, "num_heads": Q, "num_kv_heads": K, "head_dim": D, "num_splits": SPLITS, "min_warps": 4},
         ),
         "attention_decode": (
             {"out": new(S, Q * D, dtype=act), "qkv": qkv[:S], "kv_cache": cache, "parts": new(S * SPLITS, 8)}
             | {"block_table": new(MAX_SEQS, WIDTH)}
             | {"workspace": new(4 + S * Q * SPLITS * (D + 4), dtype=F32)}
-            | {"rope_table": new(99, D, dtype=F32), "num_splits": SPLITS, "scale": 0.125},
-            {"table_stride": WIDTH, "num_seqs": S, **cache_sizes} | {"num_splits": SPLITS, "scale": 0.125},
+            | {"rope_table": new(99, D, dtype=F32), "num_splits": SPLITS, "min_warps": 4, "scale": 0.125},
+            {"table_stride": WIDTH, "num_seqs": S, **cache_sizes}
+            | {"num_splits": SPLITS, "min_warps": 4, "scale": 0.125},
         ),
         "attention_prefill": (
             {"out": new(T, Q * D, dtype=act), "q": qkv[:, : Q * D], "kv_cache": cache, **sequences}

@@ -40,7 +40,9 @@ def main() -> None:
     lin.test_gated_linear_wide("cuda", 300, 136, 264)
     lin.test_gated_linear_wide("cuda", 180, 136, 264)
     for rows in (180, 200):
+        lin.test_linear_wide("cuda", rows, 136, 520)
         lin.test_add_linear_wide("cuda", rows, 136, 520)
+        lin.test_add_linear_wide("cuda", rows, 136, 8192)
         lin.test_argmax_linear_hopper("cuda", rows, 301, 264)
     o.test_decode_inputs("cuda")
     for num_heads, num_kv_heads, head_dim in ((9, 3, 64), (16, 4, 128)):

@@ -41,12 +41,14 @@ def test_the_kernels_of_a_hopper_step_are_timed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gemm, "suits_hopper", lambda x: 8 < x.size(0) <= 128)
     monkeypatch.setattr(gemm, "suits_argmax", lambda x: 8 < x.size(0) <= 128)
     monkeypatch.setattr(gemm, "suits_wide", lambda x, weight: x.size(0) > 128)
+    monkeypatch.setattr(gemm, "suits_linear_wide", lambda x, weight: x.size(0) > 128)
     monkeypatch.setattr(gemm, "suits_add_wide", lambda x, weight: x.size(0) > 128)
     config = ModelConfig(64, 1, 1, 1, 64, 64, 72, 1e-5)
     results = list(measure_kernels(config, "cpu", "float32", H200, batches=[9, 129], context=20, prompts=[]))
     timed = {(result.op, result.what, result.tokens) for result in results}
     assert {("argmax_linear_hopper", "logits", 9), ("gated_linear_hopper", "gate_up", 9)} <= timed
     assert {("gated_linear_wide", "gate_up", 129), ("add_linear_wide", "down", 129)} <= timed
+    assert {("linear_wide", "qkv", 129), ("add_linear_wide", "o", 129)} <= timed
     assert ("argmax_linear_hopper", "logits", 129) not in timed
 
 

@@ -18,6 +18,7 @@ from tinyvllm_cli.checkpoint.config import ModelConfig
 from tinyvllm_cli.checkpoint.weights import Weights
 from tinyvllm_cli.memory import decode_step
 from tinyvllm_cli.memory.plan import SAMPLE_WORKSPACE_FLOATS, Limits, plan_buffers
+from tinyvllm_cli.model.decode_share import DecodeShare
 from tinyvllm_cli.model.dummy import random_weights
 from tinyvllm_cli.model.llama import Batch, Llama
 from tinyvllm_cli.model.rope import rope_table
@@ -193,7 +194,7 @@ class Step:
 
         model = Llama(config, weights, buffers, cache, i["block_table"])
         batch = Batch(i["token_ids"], i["rows"], i["context_lens"])
-        return model.forward(batch, 1, note), cache, seen
+        return model.forward(batch, DecodeShare(1, 1), note), cache, seen
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

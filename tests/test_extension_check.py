@@ -123,6 +123,7 @@ BAD_CALLS = [
     ("num_kv_heads", 0),
     ("block_size", 0),
     ("num_splits", 0),
+    ("min_warps", 0),
     ("out_dtype", 7),
 ]
 """A parameter's value that no launcher which has the parameter supports; the other arguments are fine."""
@@ -132,7 +133,8 @@ BAD_CALLS_OF = {
     "linear_hopper": [("num_rows", 129), ("in_features", 12)],
     "gated_linear_hopper": [("num_rows", 129), ("in_features", 12), ("out_features", 12)],
     "gated_linear_wide": [("num_rows", 0), ("in_features", 12), ("out_features", 12)],
-    "add_linear_wide": [("num_rows", 257), ("in_features", 12)],
+    "linear_wide": [("num_rows", 0), ("in_features", 12), ("out_features", 12)],
+    "add_linear_wide": [("num_rows", 0), ("in_features", 12), ("out_features", 12)],
     "argmax_linear_hopper": [("num_rows", 257), ("in_features", 12)],
     "attention_decode": [("num_heads", 7)],
     "attention_prefill": [("num_heads", 7)],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +22,7 @@ from tinyvllm_cli.bench.shapes import SHAPES
 from tinyvllm_cli.llm import LLM
 from tinyvllm_cli.memory.plan import Limits, plan_buffers
 from tinyvllm_cli.model import graphs
+from tinyvllm_cli.model.decode_share import decode_share
 from tinyvllm_cli.model.graphs import TOKENS, StepGraphs, StepSize, Work, decode_bucket, padded_size
 
 PROMPTS = random_prompts([1, 9, 16, 33, 5, 60, 3, 100, 32, 17], seed=9)
@@ -67,8 +69,8 @@ def test_graphs_change_no_token(folder: Path, name: str, params: dict[str, Any])
         assert generate(llm, PROMPTS, 14, **params) == expected
     assert llm.runner.graphs is not None
     captured = llm.runner.graphs.captured
-    assert any(isinstance(key, StepSize) for key in captured)
-    assert any(not isinstance(key, StepSize) for key in captured)
+    assert any(isinstance(key[0], StepSize) for key in captured)
+    assert any(not isinstance(key[0], StepSize) for key in captured)
     assert recorder.replays > llm.engine.statistics.steps / 2
     if "few blocks" in name:
         assert llm.engine.statistics.preemptions > 0
@@ -83,8 +85,9 @@ def test_large_steps_that_only_prefill_are_captured_unpadded(folder: Path, monke
     for _ in range(3):
         assert generate(llm, PROMPTS, 3) == expected
     assert llm.runner.graphs is not None
-    large = [key for key in llm.runner.graphs.captured if isinstance(key, StepSize) and key.tokens > 16]
-    assert {key.decodes for key in large} == {0}
+    sizes = [key[0] for key in llm.runner.graphs.captured]
+    large = [size for size in sizes if isinstance(size, StepSize) and size.tokens > 16]
+    assert {size.decodes for size in large} == {0}
 
 
 def test_greedy_decodes_store_no_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +99,12 @@ def test_greedy_decodes_store_no_logits(folder: Path, monkeypatch: pytest.Monkey
     assert generate(llm, PROMPTS, 14, logprobs=1) == expected
     assert generate(llm, PROMPTS, 14, temperature=0.9) != expected
     assert llm.runner.graphs is not None
-    decodes = [key for key in llm.runner.graphs.captured if not isinstance(key, StepSize)]
+    decodes = [key for key in llm.runner.graphs.captured if not isinstance(key[0], StepSize)]
     assert decodes
-    assert not any(greedy for *_, greedy in decodes)
+    assert not any(inside for _, _, inside, _ in decodes)
     assert generate(llm, PROMPTS, 14) == expected
-    assert any(greedy for *_, greedy in (key for key in llm.runner.graphs.captured if not isinstance(key, StepSize)))
+    decodes = [key for key in llm.runner.graphs.captured if not isinstance(key[0], StepSize)]
+    assert any(inside for _, _, inside, _ in decodes)
 
 
 def test_a_key_is_captured_when_it_comes_again_and_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +160,11 @@ def test_the_inputs_of_the_largest_step_fit_their_buffer() -> None:
         sections = [tokens] * 3 + [seqs] * 7 + [seqs + 1]
         needed = sum(-(-length // 4) * 4 for length in sections)
         assert plan_buffers(SHAPES["SmolLM2-135M"], limits, "float32")["step_inputs"].shape[0] >= needed
+
+
+@pytest.mark.parametrize(
+    ("contexts", "min_warps"),
+    [([], 1), ([1000] * 30, 1), ([1000] * 29 + [1200], 1), ([100, 300], 1), ([300, 600], 4), ([600, 1200], 8)],
+)
+def test_more_warps_share_a_part_of_long_uneven_contexts(contexts: list[int], min_warps: int) -> None:
+    assert decode_share(48, 8, np.array(contexts, np.int32)) == (3, min_warps)

@@ -24,16 +24,15 @@ def test_decode_inputs(device: str) -> None:
     assert after.tolist() == [18, 5, 1, 80, -1]
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 65])
+@pytest.mark.parametrize(("num_splits", "min_warps"), [(1, 1), (2, 1), (3, 1), (3, 8), (7, 1), (7, 4), (65, 1)])
 @pytest.mark.parametrize("lengths", [[1], [40000], [1030] * 9, [0, 5000, 0, 17, 300], [20 + i * i for i in range(300)]])
-def test_decode_parts(device: str, lengths: list[int], num_splits: int) -> None:
+def test_decode_parts(device: str, lengths: list[int], num_splits: int, min_warps: int) -> None:
     """The parts of each context follow each other from its first tile to its last; the CPU only tells of contexts."""
     count, empty = len(lengths), [0, -1, 0, 0, 0, 0, 0]
     rows = [-1 if length == 0 else 7 * i % 301 for i, length in enumerate(lengths)]
     parts = torch.full((count * num_splits, 8), test_ops.BAD_BLOCK, dtype=torch.int32, device=device)
-    ops.decode_parts(
-        parts, *(torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, lengths)), 9, 3, 64, num_splits
-    )
+    sequences = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, lengths))
+    ops.decode_parts(parts, *sequences, 9, 3, 64, num_splits, min_warps)
     if device == "cpu":
         assert parts[:count, 1:3].tolist() == [list(pair) for pair in zip(rows, lengths, strict=True)]
         return
@@ -83,14 +82,16 @@ def check_attention_decode(
         one = [(heads[i : i + 1], dense[s], contexts[s] - 1) for i, s in enumerate(order)]
         exact = [attention(query.double(), kv.double(), position, scale).flatten() for query, kv, position in one]
         plain = [attention(query, kv, position, scale).flatten() for query, kv, position in one]
-        for num_splits in (1, 2, 7, 64) if device == "cuda" else (1,):
+        for num_splits, min_warps in (
+            ((1, 1), (2, 1), (3, 4), (7, 1), (7, 64), (64, 1)) if device == "cuda" else ((1, 1),)
+        ):
             parts = torch.full((len(rows) * num_splits, 8), test_ops.BAD_BLOCK, dtype=torch.int32, device=device)
-            ops.decode_parts(parts, *sequences, num_heads, num_kv_heads, head_dim, num_splits)
+            ops.decode_parts(parts, *sequences, num_heads, num_kv_heads, head_dim, num_splits, min_warps)
             workspace = torch.zeros(4 + len(rows) * num_heads * num_splits * (head_dim + 4), device=device)
             kv_cache, outs = cache.to(device, copy=True), []
             for _ in range(test_ops.REPEATS if device == "cuda" else 2):
                 out = poisoned(len(rows), num_heads * head_dim, dtype=dtype, device=device)
-                ops.attention_decode(out, qkv, kv_cache, *inputs, parts, workspace, num_splits, scale)
+                ops.attention_decode(out, qkv, kv_cache, *inputs, parts, workspace, num_splits, min_warps, scale)
                 outs.append(out)
             assert torch.equal(kv_cache.view(torch.int16), stored.view(torch.int16)), "the cache is not as rope_store's"
             assert all(torch.equal(out, outs[0]) for out in outs)

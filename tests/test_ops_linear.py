@@ -73,8 +73,26 @@ def test_wide_use() -> None:
     assert gemm.wide_use(256 * 66, 128, 132) == 1.0
 
 
-@pytest.mark.parametrize("rows", [1, 129, 161, 200, 256] if torch.cuda.is_available() else [83])
-@pytest.mark.parametrize(("n", "k"), [(2048, 8192), (3072, 512), (576, 1536), (136, 264), (7, 8)])
+WIDE_ROWS = [1, 129, 161, 200, 256, 300] if torch.cuda.is_available() else [83]
+
+
+@pytest.mark.parametrize("rows", WIDE_ROWS)
+@pytest.mark.parametrize(("n", "k"), [(3072, 2048), (2048, 2048), (9000, 264), (576, 1536), (136, 264), (8, 8)])
+def test_linear_wide(device: str, rows: int, n: int, k: int) -> None:
+    for dtype, g in each_dtype(device):
+        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
+        outs = []
+        for _ in range(REPEATS if device == "cuda" else 1):
+            outs.append(poisoned(rows, n, dtype=dtype, device=device))
+            ops.linear_wide(outs[-1], x, weight)
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        check(outs[0], (x.double() @ weight.double().t()).cpu(), functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", WIDE_ROWS)
+@pytest.mark.parametrize(
+    ("n", "k"), [(2048, 8192), (2048, 2048), (3072, 512), (9000, 264), (576, 1536), (136, 264), (8, 8)]
+)
 def test_add_linear_wide(device: str, rows: int, n: int, k: int) -> None:
     for dtype, g in each_dtype(device):
         x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)

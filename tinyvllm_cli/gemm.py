@@ -19,7 +19,7 @@ from torch import Tensor
 MATVEC_MAX_ROWS = 8
 """Up to so many rows `linear` streams the weights by the `matvec` kernel."""
 HOPPER_MAX_ROWS = 128
-"""Up to so many it takes `linear_hopper` on compute capability 9.0; above, and elsewhere, it is cuBLAS'."""
+"""Up to so many it takes `linear_hopper` on compute capability 9.0; above, `linear_wide` or cuBLAS."""
 
 # The microseconds of gate and up of that model with SwiGLU, and of 8B's, at the share of wanted work (`wide_use`):
 #   rows                129   160   192   224   256   257   320   384   448   512   640  2048  8192  |  8B: 256  8192
@@ -38,8 +38,13 @@ WIDE_MIN_USE = 0.8
 #   cuBLAS                        159   166   180   191   207
 FEW_MAX_ROWS = 256
 """Up to so many rows tokens are chosen by `argmax_linear_hopper`, and `add_linear_norm` may take `add_linear_wide`."""
-ADD_WIDE_MIN_SIZE = 8192
-"""From so many in features on; of 2048 cuBLAS takes 6.7, add_linear_wide 9 or more."""
+# A layer of a decode step of that model at contexts of 10 to 290 tokens, by what multiplies qkv and o: alone cuBLAS
+# takes as long, but the kernels before and after it then wait for each other.
+#   rows                          160   192   224   256
+#   linear_wide                  73.7  80.9  86.5  91.8
+#   cuBLAS                       76.8  83.6  89.8  95.1
+SPLIT_MIN_SIZE = 8192
+"""From so many in features on the CTAs of `add_linear_wide` split them."""
 
 
 @functools.cache
@@ -62,10 +67,20 @@ def suits_argmax(x: Tensor) -> bool:
     return MATVEC_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS and x.size(1) % 8 == 0 and _is_hopper(x.device)
 
 
+def suits_linear_wide(x: Tensor, weight: Tensor) -> bool:
+    """Whether x [T, in] and weight [N, in] are multiplied by `linear_wide`: two SMs take 128 tokens by 96 features."""
+    features, size = weight.shape
+    if not HOPPER_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS or size >= SPLIT_MIN_SIZE or size % 8 or features % 8:
+        return False
+    return _is_hopper(x.device) and 4 * -(-features // 96) <= _num_sms(x.device)
+
+
 def suits_add_wide(x: Tensor, weight: Tensor) -> bool:
     """Whether x [T, in] and weight [H, in] are multiplied by `add_linear_wide`: up to 8 SMs take 128 features."""
     features, size = weight.shape
-    if not HOPPER_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS or size < ADD_WIDE_MIN_SIZE or size % 8:
+    if size < SPLIT_MIN_SIZE:
+        return suits_linear_wide(x, weight)
+    if not HOPPER_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS or size % 8 or features % 8:
         return False
     return _is_hopper(x.device) and -(-features // 128) * 8 <= _num_sms(x.device)
 

@@ -24,15 +24,16 @@ SCHEMAS = {
     "linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "gated_linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "gated_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
+    "linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "add_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
     "argmax_linear_hopper": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor(c!) ranks, Tensor x, Tensor weight, "
     "Tensor rows) -> ()",
     "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) context_lens, Tensor(c!) next_positions, Tensor last_tokens, "
     "Tensor rows) -> ()",
     "decode_parts": "(Tensor(a!) parts, Tensor rows, Tensor context_lens, int num_heads, int num_kv_heads, "
-    "int head_dim, int num_splits) -> ()",
+    "int head_dim, int num_splits, int min_warps) -> ()",
     "attention_decode": "(Tensor(a!) out, Tensor qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor block_table, "
-    "Tensor parts, Tensor(c!) workspace, int num_splits, float scale) -> ()",
+    "Tensor parts, Tensor(c!) workspace, int num_splits, int min_warps, float scale) -> ()",
     "attention_prefill": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
     "Tensor query_start, Tensor context_lens, int max_query_len, float scale) -> ()",
     "sample": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor logits, Tensor rows, Tensor positions, "
@@ -113,11 +114,16 @@ def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     _ops.gated_linear_wide(out, x, weight)
 
 
-def add_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out += x @ weight.T for up to 256 rows, fp32 inside and rounded once, on compute capability 9.0.
+def linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """out = x @ weight.T, made for 129 to 256 rows and few features, on compute capability 9.0.
 
-    x [T, in], weight [H, in], out [T, H]; in is a multiple of 8, H at most 64 for each multiprocessor.
+    x [T, in], weight [N, in], out [T, N] of x's dtype; in and N are multiples of 8.
     """
+    _ops.linear_wide(out, x, weight)
+
+
+def add_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """The same added to `out`, fp32 inside and rounded once."""
     _ops.add_linear_wide(out, x, weight)
 
 
@@ -138,6 +144,8 @@ def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
         matvec(out, x, weight)
     elif gemm.suits_hopper(x):
         linear_hopper(out, x, weight)
+    elif gemm.suits_linear_wide(x, weight) and out.dtype == x.dtype:
+        linear_wide(out, x, weight)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
     elif x.device.type == "cuda":
@@ -187,31 +195,33 @@ def decode_inputs(
 
 
 def decode_parts(
-    parts: Tensor, rows: Tensor, context_lens: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int
-) -> None:
+    parts: Tensor, rows: Tensor, context_lens: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+    num_splits: int, min_warps: int,
+) -> None:  # fmt: skip
     """Shares out the work of `attention_decode`: once for all layers, as contexts are the same in each.
 
     rows, context_lens int32 [S]; row -1 goes with context length 0. parts int32, at least [S * num_splits, 8]: each
     says which tiles of 16 tokens of which context it is (`decode_shape.cuh`), on the CPU only which context. Uneven
-    contexts are split in num_splits - 1 parts on average, nearly equal ones in half as many or fewer; 1 splits none.
+    contexts are split in num_splits - 1 parts on average, nearly equal ones in half as many or fewer; 1 splits none. At
+    least min_warps warps attend to a part together, up to 8; by 1 it is the number of sequences that decides.
     """
-    _ops.decode_parts(parts, rows, context_lens, num_heads, num_kv_heads, head_dim, num_splits)
+    _ops.decode_parts(parts, rows, context_lens, num_heads, num_kv_heads, head_dim, num_splits, min_warps)
 
 
 def attention_decode(
     out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, parts: Tensor,
-    workspace: Tensor, num_splits: int, scale: float,
+    workspace: Tensor, num_splits: int, min_warps: int, scale: float,
 ) -> None:  # fmt: skip
     """Attention of one token per sequence over its context (PagedAttention, Kwon et al. 2023), `rope_store` included.
 
     out [S, Q * D]; qkv [S, (Q + 2K) * D] as the linear gives it: q and k are rotated for a context's last position, and
     K and V stored there, while qkv stays as it is. kv_cache [B, K, 2, block_size, D]; rope_table as in `rope_store`;
-    block_table int32 [max_num_seqs, *]. parts is what `decode_parts` made for the same sizes and num_splits: the parts'
-    results are merged in a fixed order (Flash-Decoding); context length 0 gives a zero row and stores nothing.
+    block_table int32 [max_num_seqs, *]. parts is what `decode_parts` made for the same sizes: their results are merged
+    in a fixed order (Flash-Decoding); context length 0 gives a zero row and stores nothing.
     workspace fp32, at least 4 + S * Q * num_splits * (D + 4), is zero before and after. In a captured graph see
     `launch.h` for what its predecessors may write.
     """
-    _ops.attention_decode(out, qkv, kv_cache, rope_table, block_table, parts, workspace, num_splits, scale)
+    _ops.attention_decode(out, qkv, kv_cache, rope_table, block_table, parts, workspace, num_splits, min_warps, scale)
 
 
 def attention_prefill(

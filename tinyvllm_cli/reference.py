@@ -98,6 +98,10 @@ def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     gated_linear_hopper(out, x, weight)
 
 
+def linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    matvec(out, x, weight)
+
+
 def add_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
     out.copy_(out.float() + x.float() @ weight.float().t())
 
@@ -133,14 +137,14 @@ def decode_step(
     token_ids = torch.empty_like(rows)
     decode_inputs(token_ids, context_lens, next_positions, last_tokens, rows)
     parts = rows.new_empty(len(rows), 8)
-    decode_parts(parts, rows, context_lens, 0, 0, 0, 1)
+    decode_parts(parts, rows, context_lens, 0, 0, 0, 1, 1)
     hidden = embed.new_empty(rows.size(0), embed.size(1))
     embedding(hidden, embed, token_ids)
     for i in range(len(layers) // 6):
         attn_norm, qkv_weight, o_weight, mlp_norm, gate_up_weight, down_weight = layers[6 * i : 6 * i + 6]
         qkv = _linear(_normed(hidden, attn_norm, eps), qkv_weight)
         attention = qkv.new_empty(len(rows), o_weight.size(1))
-        attention_decode(attention, qkv, kv_cache[i], rope_table, block_table, parts, workspace, 1, scale)
+        attention_decode(attention, qkv, kv_cache[i], rope_table, block_table, parts, workspace, 1, 1, scale)
         hidden.add_(_linear(attention, o_weight))
         gate_up = _linear(_normed(hidden, mlp_norm, eps), gate_up_weight)
         activation = gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
@@ -165,14 +169,15 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def decode_parts(
-    parts: Tensor, rows: Tensor, context_lens: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int
-) -> None:
+    parts: Tensor, rows: Tensor, context_lens: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+    num_splits: int, min_warps: int,
+) -> None:  # fmt: skip
     torch.stack((rows, context_lens), dim=1, out=parts[: len(rows), 1:3])
 
 
 def attention_decode(
     out: Tensor, qkv: Tensor, kv_cache: Tensor, rope_table: Tensor, block_table: Tensor, parts: Tensor,
-    workspace: Tensor, num_splits: int, scale: float,
+    workspace: Tensor, num_splits: int, min_warps: int, scale: float,
 ) -> None:  # fmt: skip
     rows, context_lens = parts[: len(out), 1:3].unbind(1)
     lengths = context_lens.tolist()
@@ -181,7 +186,7 @@ def attention_decode(
         real = context_lens.nonzero().squeeze(1)
         if len(real):
             some, inputs = out[real], (qkv[real], kv_cache, rope_table, block_table, parts[real])
-            attention_decode(some, *inputs, workspace, num_splits, scale)
+            attention_decode(some, *inputs, workspace, num_splits, min_warps, scale)
             out[real] = some
         return
     num_kv_heads, _, block_size, head_dim = kv_cache.shape[1:]

@@ -159,8 +159,17 @@ class _Shapes:
         rows, size = x.size(0), weights[0].numel()
         name = "matvec" if x.is_cuda and rows <= gemm.MATVEC_MAX_ROWS else "linear"
         name = "linear_hopper" if gemm.suits_hopper(x) else name
+        name = "linear_wide" if gemm.suits_linear_wide(x, weights[0]) and out.dtype == x.dtype else name
         nbytes = weights[0].nbytes + x.nbytes + out.nbytes
         return _Op(name, what, nbytes, 2 * rows * size, lambda i: ops.linear(out, x, weights[i % len(weights)]))
+
+    def _add_linear(self, what: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Iterator[_Op]:
+        from tinyvllm_cli import gemm, ops
+
+        if gemm.suits_add_wide(x, weights[0]):
+            nbytes = weights[0].nbytes + x.nbytes + 2 * self.hidden.nbytes
+            flops = 2 * x.size(0) * weights[0].numel()
+            yield _Op("add_linear_wide", what, nbytes, flops, lambda i: ops.add_linear_wide(self.hidden, x, weights[i]))
 
     def common(self) -> Iterator[_Op]:
         """The ops of every layer but attention, and the embedding."""
@@ -190,27 +199,22 @@ class _Shapes:
         yield self._linear("gate_up", self.gate_up, self.normed, [layer.gate_up for layer in w.layers])
         nbytes = self.gate_up.nbytes + self.activation.nbytes
         yield _Op("silu_mul", "", nbytes, 0, lambda i: ops.silu_mul(self.activation, self.gate_up))
-        down = w.layers[0].down
-        if gemm.suits_add_wide(self.activation, down):
-            nbytes = down.nbytes + self.activation.nbytes + 2 * row
-            yield _Op(
-                "add_linear_wide", "down", nbytes, 2 * self.tokens * down.numel(),
-                lambda i: ops.add_linear_wide(self.hidden, self.activation, w.layers[i].down),
-            )  # fmt: skip
+        yield from self._add_linear("o", self.attention, [layer.o for layer in w.layers])
+        yield from self._add_linear("down", self.activation, [layer.down for layer in w.layers])
         yield self._linear("down", self.projection, self.activation, [layer.down for layer in w.layers])
 
     def decode(self) -> Iterator[_Op]:
         from tinyvllm_cli import ops
 
         c, pairs = self.config, self.num_seqs * self.context
-        ops.decode_parts(self.parts, self.rows, self.lens, c.num_heads, c.num_kv_heads, c.head_dim, self.splits)
+        ops.decode_parts(self.parts, self.rows, self.lens, c.num_heads, c.num_kv_heads, c.head_dim, self.splits, 1)
         yield _Op(
             "attention_decode", "",
             pairs * c.num_kv_heads * 2 * c.head_dim * self.itemsize + self.qkv.nbytes + self.attention.nbytes,
             4 * pairs * c.num_heads * c.head_dim,
             lambda i: ops.attention_decode(
                 self.attention, self.qkv, self.cache[i], self.rope, self.table, self.parts, self.partials,
-                self.splits, c.head_dim**-0.5,
+                self.splits, 1, c.head_dim**-0.5,
             ),
         )  # fmt: skip
 

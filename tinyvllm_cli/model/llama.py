@@ -17,6 +17,7 @@ from tinyvllm_cli import ops, reference
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
     from tinyvllm_cli.checkpoint.weights import Weights
+    from tinyvllm_cli.model.decode_share import DecodeShare
     from tinyvllm_cli.model.sampling import SamplingState
 
 StageHook = Callable[[str, int], None]
@@ -72,12 +73,12 @@ class Llama:
         # On the CPU the dispatcher would lead to the same functions, but takes 1.2 of a small model's 30 ms a step.
         self.ops = reference if weights.embed.device.type == "cpu" else ops
 
-    def forward(self, batch: Batch, num_splits: int, hook: StageHook | None = None) -> Tensor:
+    def forward(self, batch: Batch, share: DecodeShare, hook: StageHook | None = None) -> Tensor:
         """Runs one step: stores K and V of every token and returns the fp32 logits [R, V] of the sampled ones."""
-        self.trunk(batch, num_splits, hook)
+        self.trunk(batch, share, hook)
         return self.logits(batch, hook)
 
-    def trunk(self, batch: Batch, num_splits: int, hook: StageHook | None = None) -> None:
+    def trunk(self, batch: Batch, share: DecodeShare, hook: StageHook | None = None) -> None:
         """All layers and the last norm: stores K and V of every token, and leaves what `logits` needs."""
         c, w, b = self.config, self.weights, self.buffers
         done: StageHook = hook or (lambda stage, layer: None)
@@ -87,7 +88,7 @@ class Llama:
         gate_up, activation = b["gate_up"][:num_tokens], b["activation"][:num_tokens]
 
         if batch.decode_rows.size(0):
-            sizes = (c.num_heads, c.num_kv_heads, c.head_dim, num_splits)
+            sizes = (c.num_heads, c.num_kv_heads, c.head_dim, *share)
             self.ops.decode_parts(b["attention_parts"], batch.decode_rows, batch.decode_lens, *sizes)
         self.ops.embedding(hidden, w.embed, batch.token_ids)
         done("embedding", -1)
@@ -96,7 +97,7 @@ class Llama:
         for i, layer in enumerate(w.layers):
             self.ops.linear(qkv, normed, layer.qkv)
             done("qkv", i)
-            self.attend(attention, qkv, self.kv_cache[i], batch, num_splits)
+            self.attend(attention, qkv, self.kv_cache[i], batch, share)
             done("attention", i)
             self.ops.add_linear_norm(normed, hidden, projection, attention, layer.o, layer.mlp_norm, c.rms_norm_eps)
             done("mlp_norm", i)
@@ -157,7 +158,7 @@ class Llama:
         )
         return logits
 
-    def attend(self, out: Tensor, qkv: Tensor, kv_cache: Tensor, batch: Batch, num_splits: int) -> None:
+    def attend(self, out: Tensor, qkv: Tensor, kv_cache: Tensor, batch: Batch, share: DecodeShare) -> None:
         """RoPE, all K and V stored, then attention; what chunks write comes last, also over zeros of padded decodes."""
         n, chunks, rope_table = batch.decode_rows.size(0), batch.chunks, self.buffers["rope_table"]
         if chunks:
@@ -171,7 +172,7 @@ class Llama:
                 self.block_table,
                 self.buffers["attention_parts"],
                 self.buffers["attention_partials"],
-                num_splits,
+                *share,
                 self.scale,
             )
         if chunks:

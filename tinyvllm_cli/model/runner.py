@@ -20,7 +20,8 @@ from tinyvllm_cli import gemm, ops
 from tinyvllm_cli.engine.step_plan import StepLogprobs
 from tinyvllm_cli.errors import UserError
 from tinyvllm_cli.memory import decode_step
-from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits, decode_splits
+from tinyvllm_cli.memory.plan import ITEMSIZE, BufferPlan, KVPlan, Limits
+from tinyvllm_cli.model.decode_share import FUSED_CONTEXTS, DecodeShare, decode_share
 from tinyvllm_cli.model.graphs import CudaCapture, StepGraphs, decode_bucket, padded_size, step_size
 from tinyvllm_cli.model.llama import Batch, Chunks, Llama, StageHook
 from tinyvllm_cli.model.rope import rope_table
@@ -36,15 +37,6 @@ IN_FLIGHT = decode_step.TOLD_STEPS
 """Steps that may be launched and not yet collected."""
 SUSPICIOUS_SECONDS = 1.0
 """A step that took longer may hold a decode kernel that gave up waiting, which takes it 2 seconds."""
-FUSED_CONTEXTS = {1: 32_768, 2: 14_336, 3: 8_192, 4: 6_144, 5: 4_096, 6: 3_072, 7: 2_560, 8: 2_048}
-"""Batch size -> the longest context of a row up to which decodes run as the one op `decode_step`.
-
-Llama-3.2-1B on an H200, ms a step of captured single ops / of decode_step; the limits are extrapolated from these:
-1, 2, 4, 8 rows x 128 tokens    0.740 / 0.583  0.748 / 0.593  0.761 / 0.619  0.791 / 0.672
-1, 4 x 1,024; 8 x 1,200         0.767 / 0.609  0.816 / 0.694  0.899 / 0.779
-1 x 16,000; 2 x 12,000          0.887 / 0.805  0.948 / 0.910
-3 x 6,000; 4 x 4,500            0.910 / 0.860  0.909 / 0.848
-"""
 ALIGN = 4
 """Packed int32 inputs start at multiples of so many elements (16 bytes)."""
 
@@ -254,11 +246,11 @@ class ModelRunner:
             chunk_rows, chunk_lens, query_start = chunk_inputs
             batch.chunks = Chunks(positions, slots, chunk_rows, chunk_lens, query_start, longest)
             batch.sample_tokens = sample_tokens
-        num_splits = decode_splits(max(decodes, 1), self.config.num_kv_heads)
+        share = decode_share(decodes, self.config.num_kv_heads, plan.context_lens[:n])
         if self.graphs and not self.hook and (padded or not n):
-            self.graphs.run(size, lambda: self.model.trunk(batch, num_splits))
+            self.graphs.run((size, share), lambda: self.model.trunk(batch, share))
         else:
-            self.model.trunk(batch, num_splits, self.hook)
+            self.model.trunk(batch, share, self.hook)
         self._update_rows(plan)
         # How many rows are sampled changes from step to step: their logits and all behind them are launched one by one.
         sampled = self.sampled[:samples]
@@ -312,7 +304,8 @@ class ModelRunner:
         needs_logits = penalties or (plan.wants_logprobs and not fused)
         suits = fused or gemm.suits_argmax(self.buffers["normed"][:bucket])
         inside = suits and not needs_logits and self.params.all_plain(plan.rows, may_draw=fused)
-        self.graphs.run((bucket, penalties, fused, inside), lambda: self._decode(bucket, penalties, fused, inside))
+        share = None if fused else decode_share(bucket, self.config.num_kv_heads, plan.context_lens)
+        self.graphs.run((bucket, penalties, inside, share), lambda: self._decode(bucket, penalties, inside, share))
         if plan.wants_logprobs:  # outside of the graph, from the logits that it has left behind
             self._logprobs(self.sampled[:num_seqs], self.buffers["logits"][:num_seqs], self.decode_rows[:num_seqs])
         if not fused:
@@ -321,18 +314,18 @@ class ModelRunner:
         self.fused_steps += 1
         return told[:num_seqs]
 
-    def _decode(self, bucket: int, penalties: bool, fused: bool, inside: bool) -> None:
-        """fused: by `decode_step`; inside: it, or else the last product, finds the tokens by itself."""
+    def _decode(self, bucket: int, penalties: bool, inside: bool, share: DecodeShare | None) -> None:
+        """By `decode_step` if `share` is None; inside: it, or else the last product, finds the tokens by itself."""
         rows, context_lens = self.decode_rows[:bucket], self.context_lens[:bucket]
         next_positions, sampled = self.next_positions[:bucket], self.sampled[:bucket]
-        if fused:
+        if share is None:
             state = {"rows": rows, "context_lens": context_lens, "next_positions": next_positions, "sampled": sampled}
             logits = self.model.decode(state | {"last_tokens": self.last_tokens}, self.params if inside else None)
         else:
             token_ids = self.token_ids[:bucket]
             ops.decode_inputs(token_ids, context_lens, next_positions, self.last_tokens, rows)
             batch = Batch(token_ids, rows, context_lens)
-            self.model.trunk(batch, decode_splits(bucket, self.config.num_kv_heads))
+            self.model.trunk(batch, share)
             if inside:
                 self.model.greedy_tokens(sampled, self.last_tokens, rows)
             else:
