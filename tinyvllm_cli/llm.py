@@ -49,7 +49,7 @@ class LLM:
         dtype: "auto" is float32 on the CPU and the checkpoint's own on CUDA; or "float32", "bfloat16", "float16".
         max_num_seqs: sequences that run at once; default 256 on CUDA, 32 on the CPU.
         max_model_len: tokens of one sequence, prompt and output; default: what the model was made for.
-        max_batched_tokens: tokens of one step; longer prompts are prefilled in chunks; default 8192, on the CPU 1024.
+        max_batched_tokens: tokens of one step; longer prompts are prefilled in chunks; default 8448, on the CPU 1024.
         block_size: tokens of one KV-cache block.
         num_kv_blocks, kv_cache_memory: size of the KV cache in blocks or bytes; default: `memory_fraction` of the
             device's memory less all else, on the CPU at most 4 GiB and half of what is free.

@@ -42,6 +42,9 @@ LOGPROB_COLUMNS = 21
 DECODE_CTAS = 132
 """CTAs of decode attention that share a batch's contexts: one for each of an H200's SMs, or two if it is small."""
 MAX_SPLITS = 64
+CUDA_BATCHED_TOKENS = 8448
+"""8,192 tokens of prompts and the decodes of 256 sequences: so 256 prompts of 128 tokens, of which the first ones
+decode while the last ones are prefilled, take 4 steps, and no fifth one for the few tokens that decodes displaced."""
 MAX_COUNT = 2**31 - 1
 """The kernels count in 32 bits."""
 
@@ -153,7 +156,7 @@ def default_limits(
     if num_seqs is None:
         num_seqs = min(256 if cuda else 32, num_tokens or 256)
     if num_tokens is None:
-        num_tokens = max(8192 if cuda else 1024, num_seqs)
+        num_tokens = max(CUDA_BATCHED_TOKENS if cuda else 1024, num_seqs)
     return Limits(num_seqs, num_tokens, max_model_len if max_model_len is not None else longest, block_size)
 
 

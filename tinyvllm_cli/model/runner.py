@@ -300,7 +300,8 @@ class ModelRunner:
             self.next_positions[:bucket].copy_(positions)
             self.decoding = plan.rows
         penalties = self.params.any_penalties(plan.rows)
-        fused = self.can_fuse and int(plan.context_lens.max()) <= FUSED_CONTEXTS.get(bucket, 0)
+        longest = FUSED_CONTEXTS.get(bucket, 0) if self.can_fuse else 0
+        fused = longest > 0 and int(plan.context_lens.max()) <= longest
         needs_logits = penalties or (plan.wants_logprobs and not fused)
         suits = fused or gemm.suits_argmax(self.buffers["normed"][:bucket])
         inside = suits and not needs_logits and self.params.all_plain(plan.rows, may_draw=fused)
