@@ -51,8 +51,10 @@ cudaError_t matvec(void* out, const void* x, const void* weight, int num_rows, i
 // A norm between two products needs no kernel of its own. The first product (add_linear_hopper, add_linear_wide) adds to
 // the residual and leaves, of each row, the residual times the norm's weights in `scaled` and the residual's sum of squares
 // in `sums`: int64 [num_rows], in units of 2^-28, so that the order of the CTAs that add to it makes no difference. It
-// sets other_sums [num_rows] to zero: two arrays serve a chain of products in turn. The second product, which gets
-// `scaled` as x, divides what it computes of row m by sqrt(sums[m] 2^-28 / in_features + eps); with sums null by nothing.
+// sets other_sums [num_rows] to zero: two arrays, zero at first, serve a chain of products in turn. The second product,
+// which gets `scaled` as x, divides what it computes of row m by sqrt(sums[m] 2^-28 / in_features + eps).
+// Without a norm behind it the first product gets scaled, sums and norm null and writes the residual only (and zeros to
+// other_sums, if that is not null); without one ahead of it the second product gets sums null.
 
 // out as by matvec for 1 <= m <= 128, on compute capability 9.0 only (others: cudaErrorNotSupported); for more than 8 rows.
 cudaError_t linear_hopper(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
@@ -77,8 +79,7 @@ cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, cons
 cudaError_t linear_wide(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
                         int out_features, int in_features, float eps, Dtype dtype, cudaStream_t stream);
 
-// add_linear_hopper for any number of rows, made for 129 to 256. With scaled, sums, other_sums and norm null only the
-// residual is written.
+// add_linear_hopper for any number of rows, made for 129 to 256.
 cudaError_t add_linear_wide(void* residual, void* scaled, int64_t* sums, int64_t* other_sums, const void* x,
                             const void* weight, const void* norm, int num_rows, int out_features, int in_features,
                             Dtype dtype, cudaStream_t stream);
