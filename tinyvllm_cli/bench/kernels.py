@@ -169,7 +169,13 @@ class _Shapes:
         if gemm.suits_add_wide(x, weights[0]):
             nbytes = weights[0].nbytes + x.nbytes + 2 * self.hidden.nbytes
             flops = 2 * x.size(0) * weights[0].numel()
-            yield _Op("add_linear_wide", what, nbytes, flops, lambda i: ops.add_linear_wide(self.hidden, x, weights[i]))
+            yield _Op(
+                "add_linear_wide",
+                what,
+                nbytes,
+                flops,
+                lambda i: ops.add_linear_wide(self.hidden, None, None, None, x, weights[i], None),
+            )
 
     def common(self) -> Iterator[_Op]:
         """The ops of every layer but attention, and the embedding."""

@@ -94,6 +94,7 @@ class ModelRunner:
         self.buffers["attention_partials"].zero_()
         self.buffers["sample_counters"].zero_()
         self.buffers["best_logits"].zero_()
+        self.buffers["norm_sums"].zero_()
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
         self.params = SamplingState(self.buffers["sampling_params"], self.buffers["token_counts"])
         state = self.buffers["decode_state"].zero_()[:, : limits.max_num_seqs]
