@@ -1,8 +1,8 @@
 // residual[m, n] += sum_k x[m, k] * weight[n, k], rounded once, for 1 to 128 rows m; with a norm behind it also
 // scaled[m, n] = residual[m, n] * norm[n], and sums[m] += the squares of residual[m, :], see norm_sums.cuh.
 // x [M, K], weight [N, K], norm [N], residual and scaled [M, N] of one 16-bit dtype; contiguous.
-// Grid: as linear_hopper, but a cluster has one unit of 128 features only. A CTA fetches its part of the residual as soon as
-//   the kernel before has ended, and adds the squares of its features of a row up before it adds them to those of others.
+// Grid: as linear_hopper, but a cluster has one unit of 128 features only. A CTA fetches its part of the residual as soon
+//   as the kernel before has ended, and adds up the squares of its features of a row before it adds them to sums.
 // Traffic: 2 N K bytes of weights, bound by bandwidth; the ring fills while the previous kernel runs.
 // Limits: bf16 or fp16; K and N multiples of 8; compute capability 9.0.
 #include "linear_hopper_split.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kSliceFloats = 8 * kSlicePitch;
 constexpr int kSliceBytes = kConsumerWarps * kSliceFloats * 4;
-constexpr int kOldBytes = kConsumers * 8;           // of the residual, for a piece: four features of a row a thread
+constexpr int kOldBytes = kConsumers * 8;             // of the residual, for a piece: four features of a row a thread
 constexpr int kSquareBytes = kConsumerWarps * 8 * 4;  // of a piece
 
 struct Target {
@@ -30,7 +30,7 @@ int stage_bytes(const Layout& layout) {
   return kSliceBytes + ceil_div(kRows / 8, layout.splits) * (kOldBytes + kSquareBytes);
 }
 
-// The end of a row's four features, of which the residual and the norm's weights are old and norm. Returns their squares.
+// Adds to four features of a row; their residual is old, the norm's weights of them norm. Returns the sum of their squares.
 template <typename T>
 __device__ __forceinline__ float add_to_residual(const Target& target, int64_t at, float4 more, uint2 old, uint2 norm) {
   const float2 low = unpack2<T>(old.x), high = unpack2<T>(old.y);
@@ -54,10 +54,10 @@ __device__ __forceinline__ void run_add(const Target& target, const CUtensorMap&
   const int lane = threadIdx.x % kWarpSize;
   const int first_feature = part.first_unit * kUnitRows + 16 * warp;
   float* slice = reinterpret_cast<float*>(shared + work.stage_at) + warp * kSliceFloats;
-  uint8_t* olds = shared + work.stage_at + kSliceBytes;                              // [piece, warp, row, 16 features]
-  float* squares = reinterpret_cast<float*>(olds + part.own_pieces * kOldBytes);                // [piece, row, warp]
+  uint8_t* olds = shared + work.stage_at + kSliceBytes;                           // [piece, warp, row, 16 features]
+  float* squares = reinterpret_cast<float*>(olds + part.own_pieces * kOldBytes);  // [piece, row, warp]
   uint8_t* old = olds + warp * (kOldBytes / kConsumerWarps);
-  uint2 norm{};  // of the thread's four features
+  uint2 norm{};  // the weights of the thread's four features
 
   const auto prepare = [&] {
     if (target.other_sums != nullptr && blockIdx.x == 0 && threadIdx.x < work.num_rows) {

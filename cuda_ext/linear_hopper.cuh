@@ -1,5 +1,5 @@
-// What linear_hopper, add_linear_hopper and argmax_linear_hopper share: how CTAs share the work, the ring of tiles and the warps that fill
-// it, and the products.
+// What linear_hopper, add_linear_hopper and argmax_linear_hopper share: how CTAs share the work, the ring of tiles and the
+// warps that fill it, and the products.
 #pragma once
 
 #include "wgmma.cuh"

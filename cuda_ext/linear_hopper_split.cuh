@@ -1,5 +1,5 @@
-// What linear_hopper and add_linear_hopper share beyond the products: K split over a cluster, whose CTAs exchange their sums,
-// the slices by which warps get them in order, and the launch. A multiplying thread has of each 8 rows of x four sums, in
+// What linear_hopper and add_linear_hopper share beyond the products: the exchange of sums in a cluster that splits K, the
+// slices by which warps get them in order, and the launch. A multiplying thread has of each 8 rows of x four sums, in
 // wgmma's layout: of rows 2 q and 2 q + 1, q = lane % 4, the features g and g + 8 of its warp's 16, g = lane / 4; when
 // gated, gate and up of feature g of its warp's 8.
 #pragma once

@@ -1,5 +1,5 @@
-// A norm done by the products around it (launch.h has the whole): the first adds each row's squares up, the second divides
-// by their root mean.
+// A norm done by the products around it (launch.h has the whole): the first adds up each row's squares, the second divides
+// by the root of their mean.
 #pragma once
 
 #include "common.cuh"
@@ -11,11 +11,11 @@ constexpr float kSumsOfOne = 1 << 28;  // sums are int64 in units of 2^-28
 // What the second product multiplies its rows by.
 struct RowScale {
   const int64_t* sums;  // null: by 1
-  float unit;           // of a row's mean of squares
+  float unit;           // 2^-28 / features: sums to means
   float eps;
 
-  RowScale(const int64_t* of_rows, int in_features, float to_mean)
-      : sums(of_rows), unit(1.0f / kSumsOfOne / static_cast<float>(in_features)), eps(to_mean) {}
+  RowScale(const int64_t* of_rows, int in_features, float epsilon)
+      : sums(of_rows), unit(1.0f / kSumsOfOne / static_cast<float>(in_features)), eps(epsilon) {}
 
   __device__ float of(int row) const {
     return sums == nullptr ? 1.0f : rsqrtf(static_cast<float>(sums[row]) * unit + eps);
