@@ -5,7 +5,7 @@
 //   columns of one CTA, more belong to two that share the weights. Of the columns, in turn, a CTA gets all sums.
 // Traffic: 2 M N K flop, bound by what shared memory takes in and gives to the tensor cores; then by the exchange.
 // Limits: bf16 or fp16; K and N multiples of 8; compute capability 9.0.
-#include "linear_wide.cuh"
+#include "linear_wide_norm.cuh"
 
 #pragma nv_diag_suppress 177  // unused: elsewhere than on sm_90a the kernel is empty
 
@@ -18,103 +18,122 @@ constexpr int kMinChunks = 128;   // of K, to split it
 constexpr int kMaxCluster = 8;    // the largest that every device takes
 constexpr int kFeatures = 128;    // of a cluster
 constexpr int kPieceColumns = 8;  // go from CTA to CTA at once: four sums of each thread
-constexpr int kPieceBytes = Form<false, 0>::kMultipliers * 16;
+constexpr int kMultipliers = Form<false, 0>::kMultipliers;
+constexpr int kPieceBytes = kMultipliers * 16;
 
-// What a thread has of out in a piece, at 2 u + v: row g + 8 u of its warp's 16 and column 2 q + v.
-template <typename T, bool weights_shared>
-struct Target {
-  T* out;
-  int num_rows, num_features;
-  int own, column;  // the first ones
-
-  __device__ Target(T* to, const Walk& tile) : out(to) {
-    num_rows = tile.work.num_rows;
-    num_features = tile.work.num_features;
-    own = (weights_shared ? tile.token : tile.feature) + own_row();
-    column = (weights_shared ? tile.feature : tile.token) + first_column();
-    asm volatile("" : "+r"(own), "+r"(column));  // addresses are not worked out earlier: registers are few
-  }
-  // Calls function(i, element) for those that exist.
-  template <typename Function>
-  __device__ __forceinline__ void for_each(int piece, const Function& function) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int of_own = own + i / 2 * 8;
-      const int of_column = column + piece * kPieceColumns + i % 2;
-      const int row = weights_shared ? of_own : of_column;
-      const int feature = weights_shared ? of_column : of_own;
-      if (row >= num_rows || feature >= num_features) continue;
-      function(i, out[static_cast<int64_t>(row) * num_features + feature]);
-    }
-  }
+template <typename Form>
+struct Shared {
+  Ring<Form> ring;
+  uint4 norm[kFeatures / 8];
 };
 
 // Adds up the sums of the CTAs that split K. The pieces are theirs in turn: the owner gets the sums of all into its
-// ring, by splits, each thread those of the threads with its number.
+// ring, by splits; there a thread takes 8 features of two tokens.
 template <typename T, typename Form>
-__device__ __forceinline__ void exchange_and_add(T* out, const Walk& tile, Ring<Form>& ring, const Work& work,
-                                                 const Part& part, const float (&sums)[Form::kColumns / 2]) {
+__device__ __forceinline__ void exchange_and_add(const Residual<T>& to, const Walk& tile, Shared<Form>& s,
+                                                 const float (&sums)[Form::kColumns / 2]) {
+  constexpr bool own_tokens = Form::kWeightsShared;
   constexpr int pieces = Form::kColumns / kPieceColumns;
-  constexpr int batch = pieces > 16 ? 4 : 6;  // whose part of out is loaded ahead
-  const int splits = work.splits;
-  const int mine = (pieces - part.split + splits - 1) / splits;
-  const uint32_t received = shared_address(&ring.received);
-  uint32_t to = shared_address(&ring) + part.split * kPieceBytes + threadIdx.x * 16;
+  constexpr int takers = kMultipliers / 4;  // of a piece
+  const int splits = tile.work.splits;
+  const int split = tile.part.split;
+  const int mine = (pieces - split + splits - 1) / splits;
+  const uint32_t received = shared_address(&s.ring.received);
+  // Places in a piece are the threads', but so exchanged within a warp that takers meet no bank conflicts.
+  uint32_t place = threadIdx.x ^ threadIdx.x % (own_tokens ? kWarpSize : kMultipliers) / (own_tokens ? 8 : kWarpSize);
+  place = shared_address(&s.ring) + split * kPieceBytes + place * 16;
+  copy_wait<0>();
   cluster_barrier();  // all CTAs have read their rings
   if (threadIdx.x == 0) arrive_expecting(received, splits * mine * kPieceBytes);
-  int owner = part.half;  // its rank
+  int owner = tile.part.half;  // its rank
 #pragma unroll
   for (int piece = 0; piece < pieces; ++piece) {
     const float* four = sums + 4 * piece;
-    store16_async(address_in(to, owner), make_float4(four[0], four[1], four[2], four[3]), address_in(received, owner));
+    store16_async(address_in(place, owner), make_float4(four[0], four[1], four[2], four[3]),
+                  address_in(received, owner));
     owner += Form::kSharers;
     if (owner >= splits * Form::kSharers) {
-      owner = part.half;
-      to += splits * kPieceBytes;
+      owner = tile.part.half;
+      place += splits * kPieceBytes;
     }
   }
-  const float4* parts = reinterpret_cast<const float4*>(&ring) + threadIdx.x;
-  for (int first = 0; first < mine; first += batch) {
-    T old[batch][4];
-    const Target<T, Form::kWeightsShared> source(out, tile);
+  // By pieces or sixteenths of the features, and tokens.
+  auto* squares = reinterpret_cast<float(*)[Form::kOwn]>(reinterpret_cast<uint8_t*>(&s.ring) + splits * mine * kPieceBytes);
+  const int taker = threadIdx.x % takers;
+  const int warp = own_tokens ? taker / 8 : taker % 16 / 2;  // of the threads whose sums it takes
+  for (int i = threadIdx.x / takers; i < mine; i += kMultipliers / takers) {
+    const int piece = (split + i * splits) * kPieceColumns;
+    const int token = own_tokens ? warp * kWarpRows + taker % 8 : piece + taker / 16 * 2;
+    const int to_token = own_tokens ? 8 : 1;
+    const int feature = own_tokens ? piece : taker % 16 * 8;
+    int64_t at[2];
+    bool exists[2];
+    uint4 old[2];
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      if (first + i >= mine) break;
-      source.for_each(part.split + (first + i) * splits, [&](int at, const T& element) { old[i][at] = element; });
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile.token + token + r * to_token;
+      exists[r] = row < tile.work.num_rows && tile.feature + feature < tile.work.num_features;
+      at[r] = static_cast<int64_t>(row) * tile.work.num_features + tile.feature + feature;
+      if (exists[r]) old[r] = load16(to.out + at[r]);
     }
     wait_barrier(received, 0);
-    const Target<T, Form::kWeightsShared> target(out, tile);
+    float values[2][8] = {};
+    const float4* parts = reinterpret_cast<const float4*>(&s.ring) + i * splits * kMultipliers + warp * kWarpSize;
+    for (int n = 0; n < splits; ++n, parts += kMultipliers) {
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      if (first + i >= mine) break;
-      const float4 sum = sum_of_parts(parts, splits, Form::kMultipliers);
-      const float four[4] = {sum.x, sum.y, sum.z, sum.w};
-      target.for_each(part.split + (first + i) * splits,
-                      [&](int at, T& element) { element = from_float<T>(to_float(old[i][at]) + four[at]); });
+      for (int j = 0; j < (own_tokens ? 4 : 8); ++j) {
+        if constexpr (own_tokens) {
+          const int g = taker % 8;
+          const float4 four = parts[4 * g + (j ^ g / 2)];
+          values[0][2 * j] += four.x;
+          values[0][2 * j + 1] += four.y;
+          values[1][2 * j] += four.z;
+          values[1][2 * j + 1] += four.w;
+        } else {
+          const float2 two = reinterpret_cast<const float2*>(parts + ((4 * j + taker / 16) ^ warp))[taker % 2];
+          values[0][j] += two.x;
+          values[1][j] += two.y;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float square = exists[r] ? to.add(at[r], old[r], values[r], s.norm[feature / 8]) : 0.0f;
+      squares[own_tokens ? i : taker % 16][own_tokens ? token + 8 * r : i * kPieceColumns + taker / 16 * 2 + r] = square;
     }
   }
+  if (to.sums == nullptr) return;
+  named_barrier(1, kMultipliers);
+  const int token = threadIdx.x;
+  if (token >= (own_tokens ? Form::kOwn : mine * kPieceColumns)) return;
+  const int row = tile.token + (own_tokens ? token : token + (split + token / kPieceColumns * (splits - 1)) * kPieceColumns);
+  if (row >= tile.work.num_rows) return;
+  float sum = 0.0f;
+  for (int i = 0; i < (own_tokens ? mine : 16); ++i) sum += squares[i][token];
+  add_squares(to.sums + row, sum);
 }
 
 template <typename T, typename Form>
-__global__ __launch_bounds__(Form::kThreads, 1) void add_linear_wide_kernel(T* out, const __grid_constant__ CUtensorMap x_map,
-                                                                      const __grid_constant__ CUtensorMap weight_map,
-                                                                      const __grid_constant__ Work work) {
+__global__ __launch_bounds__(Form::kThreads, 1) void add_linear_wide_kernel(
+    const Residual<T> to, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map,
+    const __grid_constant__ Work work) {
   if constexpr (kHopperCode) {
     extern __shared__ __align__(kTileAlignment) uint8_t shared_bytes[];
-    auto& ring = *reinterpret_cast<Ring<Form>*>(shared_bytes);
-    const Part part(work);
-    multiply_tiles<T>(ring, x_map, weight_map, work, part,
-                      [&](const Walk& tile, const float (&sums)[Form::kColumns / 2]) {
-                        exchange_and_add<T, Form>(out, tile, ring, work, part, sums);
-                      });
+    auto& s = *reinterpret_cast<Shared<Form>*>(shared_bytes);
+    multiply_tiles<T>(
+        s.ring, x_map, weight_map, work, Part(work),
+        [&](const Walk& tile, const float (&sums)[Form::kColumns / 2]) {
+          exchange_and_add<T, Form>(to, tile, s, sums);
+        },
+        [&](const Walk& tile) { to.template begin<Form>(s.norm, tile); });
   }
 }
 
 // Launches with as many splits as there are SMs for, if all clusters can run at once; a cluster has two CTAs at least.
-template <typename T, typename Form>
-cudaError_t launch_form(T* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
-                        cudaStream_t stream) {
-  constexpr int shared_bytes = sizeof(Ring<Form>);
+template <typename Form, typename T>
+cudaError_t launch_form(const Residual<T>& to, const void* x, const void* weight, int num_rows, int out_features,
+                        int in_features, cudaStream_t stream) {
+  constexpr int shared_bytes = sizeof(Shared<Form>);
   const auto kernel = add_linear_wide_kernel<T, Form>;
   Work work = plan_work<Form>(num_rows, out_features, in_features, false);
   work.meets = true;
@@ -125,37 +144,48 @@ cudaError_t launch_form(T* out, const void* x, const void* weight, int num_rows,
     const cudaError_t error = max_clusters(&resident, kernel, Form::kThreads, size, shared_bytes);
     if (error != cudaSuccess) return error;
     if (resident < work.feature_tiles) continue;
-    return launch_tiles<Form>(kernel, shared_bytes, x, weight, out_features, in_features, work, stream, out);
+    return launch_tiles<Form>(kernel, shared_bytes, x, weight, out_features, in_features, work, stream, to);
   }
   return cudaErrorNotSupported;
+}
+
+template <typename T>
+cudaError_t add_linear_split(const Residual<T>& to, const void* x, const void* weight, int num_rows, int out_features,
+                             int in_features, cudaStream_t stream) {
+  if (num_rows > kMaxRows || in_features < kMinChunks * kTileColumns ||
+      device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) {
+    return cudaErrorNotSupported;
+  }
+  const auto launch = [&](auto form) {
+    return launch_form<decltype(form)>(to, x, weight, num_rows, out_features, in_features, stream);
+  };
+  const cudaError_t error = num_rows <= 160   ? launch(Form<false, 160, 1>{})
+                            : num_rows <= 192 ? launch(Form<false, 192, 1>{})
+                                              : cudaErrorNotSupported;
+  return error == cudaErrorNotSupported ? launch(Form<true, kFeatures>{}) : error;
 }
 
 }  // namespace
 }  // namespace wide
 
-cudaError_t add_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
-                            int in_features, Dtype dtype, cudaStream_t stream) {
+cudaError_t add_linear_wide(void* residual, void* scaled, int64_t* sums, int64_t* other_sums, const void* x,
+                            const void* weight, const void* norm, int num_rows, int out_features, int in_features,
+                            Dtype dtype, cudaStream_t stream) {
   using namespace wide;
+  const bool normed = scaled != nullptr;
   const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
-                         is_aligned16(out);
+                         is_aligned16(residual) && is_aligned16(scaled) && is_aligned16(norm) &&
+                         (sums != nullptr) == normed && (norm != nullptr) == normed;
   if (!supported) return cudaErrorInvalidValue;
-  const auto whole = [&] {
-    return add_linear_whole(out, x, weight, num_rows, out_features, in_features, dtype, stream);
-  };
-  if (num_rows > kMaxRows || in_features < kMinChunks * kTileColumns) return whole();
-  const cudaError_t split = dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
-    const auto launch = [&](auto form) {
-      T* to = static_cast<T*>(out);
-      return launch_form<T, decltype(form)>(to, x, weight, num_rows, out_features, in_features, stream);
-    };
-    const cudaError_t error = num_rows <= 160   ? launch(Form<false, 160, 1>{})
-                              : num_rows <= 192 ? launch(Form<false, 192, 1>{})
-                                                : cudaErrorNotSupported;
-    return error == cudaErrorNotSupported ? launch(Form<true, kFeatures>{}) : error;
+    const Residual<T> to{static_cast<T*>(residual), static_cast<T*>(scaled), sums, other_sums,
+                         static_cast<const T*>(norm)};
+    const cudaError_t split = add_linear_split(to, x, weight, num_rows, out_features, in_features, stream);
+    return split == cudaErrorNotSupported
+               ? add_linear_whole(to, x, weight, num_rows, out_features, in_features, stream)
+               : split;
   });
-  return split == cudaErrorNotSupported ? whole() : split;
 }
 
 }  // namespace tinyvllm
