@@ -27,90 +27,120 @@ struct Shared {
   uint4 norm[kFeatures / 8];
 };
 
-// Adds up the sums of the CTAs that split K. The pieces are theirs in turn: the owner gets the sums of all into its
-// ring, by splits; there a thread takes 8 features of two tokens.
+// Sends a thread's sums of each piece to the CTA that adds it up: into its ring, by pieces, then splits. Within a warp's
+// part of a piece threads change places, so that those that take the sums meet no bank conflicts.
+template <typename Form>
+__device__ __forceinline__ void send_sums(Ring<Form>& ring, const Walk& tile, const float (&sums)[Form::kColumns / 2]) {
+  const int splits = tile.work.splits;
+  const uint32_t received = shared_address(&ring.received);
+  const int place = threadIdx.x ^ (Form::kWeightsShared ? threadIdx.x % kWarpSize / 8 : threadIdx.x / kWarpSize);
+  uint32_t to = shared_address(&ring) + tile.part.split * kPieceBytes + place * 16;
+  int owner = tile.part.half;  // its rank
+#pragma unroll
+  for (int i = 0; i < Form::kColumns / 2; i += 4) {
+    store16_async(address_in(to, owner), make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]),
+                  address_in(received, owner));
+    owner += Form::kSharers;
+    if (owner >= splits * Form::kSharers) {
+      owner = tile.part.half;
+      to += splits * kPieceBytes;
+    }
+  }
+}
+
+// What one thread takes of a piece, from all splits: two tokens by 8 features.
+template <bool own_tokens>
+struct Taker {
+  static constexpr int kCount = kMultipliers / 4;  // of a piece
+  static constexpr int kToToken = own_tokens ? 8 : 1;
+
+  int warp;         // of the threads whose sums it takes
+  int own, column;  // the first ones, of the own rows and of the piece
+
+  __device__ Taker() {
+    const int taker = threadIdx.x % kCount;
+    warp = own_tokens ? taker / 8 : taker % 16 / 2;
+    own = own_tokens ? warp * kWarpRows + taker % 8 : taker % 16 * 8;
+    column = own_tokens ? 0 : taker / 16 * 2;
+  }
+  __device__ __forceinline__ void add(float (&values)[2][8], const float4* sums) const {
+    sums += warp * kWarpSize;
+#pragma unroll
+    for (int i = 0; i < (own_tokens ? 4 : 8); ++i) {
+      if constexpr (own_tokens) {
+        const int g = own % 8;
+        const float4 four = sums[4 * g + (i ^ g / 2)];
+        values[0][2 * i] += four.x;
+        values[0][2 * i + 1] += four.y;
+        values[1][2 * i] += four.z;
+        values[1][2 * i + 1] += four.w;
+      } else {
+        const int q = column / 2;
+        const float2 two = reinterpret_cast<const float2*>(sums + ((4 * i + q) ^ warp))[own / 8 % 2];
+        values[0][i] += two.x;
+        values[1][i] += two.y;
+      }
+    }
+  }
+};
+
+// Adds up the sums of the CTAs that split K, those in turn of a piece each.
 template <typename T, typename Form>
 __device__ __forceinline__ void exchange_and_add(const Residual<T>& to, const Walk& tile, Shared<Form>& s,
                                                  const float (&sums)[Form::kColumns / 2]) {
   constexpr bool own_tokens = Form::kWeightsShared;
   constexpr int pieces = Form::kColumns / kPieceColumns;
-  constexpr int takers = kMultipliers / 4;  // of a piece
+  using Squares = float[Form::kOwn + 1];  // of the CTA's tokens, in 8 of the features
+  constexpr int squares_bytes = (own_tokens ? pieces : Form::kOwn / 8) * sizeof(Squares);
+  static_assert((pieces + kMaxCluster) * kPieceBytes + squares_bytes <= sizeof(s.ring.own) + sizeof(s.ring.shared));
   const int splits = tile.work.splits;
   const int split = tile.part.split;
   const int mine = (pieces - split + splits - 1) / splits;
+  const int bytes = splits * mine * kPieceBytes;
+  Squares* squares = reinterpret_cast<Squares*>(reinterpret_cast<uint8_t*>(&s.ring) + bytes);
   const uint32_t received = shared_address(&s.ring.received);
-  // Places in a piece are the threads', but so exchanged within a warp that takers meet no bank conflicts.
-  uint32_t place = threadIdx.x ^ threadIdx.x % (own_tokens ? kWarpSize : kMultipliers) / (own_tokens ? 8 : kWarpSize);
-  place = shared_address(&s.ring) + split * kPieceBytes + place * 16;
   copy_wait<0>();
   cluster_barrier();  // all CTAs have read their rings
-  if (threadIdx.x == 0) arrive_expecting(received, splits * mine * kPieceBytes);
-  int owner = tile.part.half;  // its rank
-#pragma unroll
-  for (int piece = 0; piece < pieces; ++piece) {
-    const float* four = sums + 4 * piece;
-    store16_async(address_in(place, owner), make_float4(four[0], four[1], four[2], four[3]),
-                  address_in(received, owner));
-    owner += Form::kSharers;
-    if (owner >= splits * Form::kSharers) {
-      owner = tile.part.half;
-      place += splits * kPieceBytes;
-    }
-  }
-  // By pieces or sixteenths of the features, and tokens.
-  auto* squares = reinterpret_cast<float(*)[Form::kOwn]>(reinterpret_cast<uint8_t*>(&s.ring) + splits * mine * kPieceBytes);
-  const int taker = threadIdx.x % takers;
-  const int warp = own_tokens ? taker / 8 : taker % 16 / 2;  // of the threads whose sums it takes
-  for (int i = threadIdx.x / takers; i < mine; i += kMultipliers / takers) {
-    const int piece = (split + i * splits) * kPieceColumns;
-    const int token = own_tokens ? warp * kWarpRows + taker % 8 : piece + taker / 16 * 2;
-    const int to_token = own_tokens ? 8 : 1;
-    const int feature = own_tokens ? piece : taker % 16 * 8;
+  if (threadIdx.x == 0) arrive_expecting(received, bytes);
+  send_sums(s.ring, tile, sums);
+  const Taker<own_tokens> taker;
+  const int first = __shfl_sync(kAllLanes, threadIdx.x / taker.kCount, 0);  // the same in all lanes for the compiler too
+  for (int i = first; i < mine; i += kMultipliers / taker.kCount) {
+    const int column = (split + i * splits) * kPieceColumns + taker.column;
+    const int token = own_tokens ? taker.own : column;
+    int feature = own_tokens ? column : taker.own;
+    asm volatile("" : "+r"(feature));  // of a sum with parts of it the compiler makes stores of 4 bytes
     int64_t at[2];
     bool exists[2];
     uint4 old[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = tile.token + token + r * to_token;
+      const int row = tile.token + token + r * taker.kToToken;
       exists[r] = row < tile.work.num_rows && tile.feature + feature < tile.work.num_features;
       at[r] = static_cast<int64_t>(row) * tile.work.num_features + tile.feature + feature;
       if (exists[r]) old[r] = load16(to.out + at[r]);
     }
     wait_barrier(received, 0);
     float values[2][8] = {};
-    const float4* parts = reinterpret_cast<const float4*>(&s.ring) + i * splits * kMultipliers + warp * kWarpSize;
-    for (int n = 0; n < splits; ++n, parts += kMultipliers) {
-#pragma unroll
-      for (int j = 0; j < (own_tokens ? 4 : 8); ++j) {
-        if constexpr (own_tokens) {
-          const int g = taker % 8;
-          const float4 four = parts[4 * g + (j ^ g / 2)];
-          values[0][2 * j] += four.x;
-          values[0][2 * j + 1] += four.y;
-          values[1][2 * j] += four.z;
-          values[1][2 * j + 1] += four.w;
-        } else {
-          const float2 two = reinterpret_cast<const float2*>(parts + ((4 * j + taker / 16) ^ warp))[taker % 2];
-          values[0][j] += two.x;
-          values[1][j] += two.y;
-        }
-      }
-    }
+    const float4* parts = reinterpret_cast<const float4*>(&s.ring) + i * splits * kMultipliers;
+#pragma unroll 1  // the code is fetched for this once
+    for (int n = 0; n < splits; ++n, parts += kMultipliers) taker.add(values, parts);
+    float* of_tokens = own_tokens ? &squares[i][taker.own] : &squares[taker.own / 8][i * kPieceColumns + taker.column];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float square = exists[r] ? to.add(at[r], old[r], values[r], s.norm[feature / 8]) : 0.0f;
-      squares[own_tokens ? i : taker % 16][own_tokens ? token + 8 * r : i * kPieceColumns + taker / 16 * 2 + r] = square;
+      of_tokens[r * taker.kToToken] = exists[r] ? to.add(at[r], old[r], values[r], s.norm[feature / 8]) : 0.0f;
     }
   }
   if (to.sums == nullptr) return;
   named_barrier(1, kMultipliers);
-  const int token = threadIdx.x;
-  if (token >= (own_tokens ? Form::kOwn : mine * kPieceColumns)) return;
-  const int row = tile.token + (own_tokens ? token : token + (split + token / kPieceColumns * (splits - 1)) * kPieceColumns);
-  if (row >= tile.work.num_rows) return;
-  float sum = 0.0f;
-  for (int i = 0; i < (own_tokens ? mine : 16); ++i) sum += squares[i][token];
-  add_squares(to.sums + row, sum);
+  const int number = threadIdx.x;  // of a token
+  const int column = (split + number / kPieceColumns * splits) * kPieceColumns + number % kPieceColumns;
+  const int row = tile.token + (own_tokens ? number : column);
+  if (number < (own_tokens ? Form::kOwn : mine * kPieceColumns) && row < tile.work.num_rows) {
+    float sum = 0.0f;
+    for (int i = 0; i < (own_tokens ? mine : Form::kOwn / 8); ++i) sum += squares[i][number];
+    add_squares(to.sums + row, sum);
+  }
 }
 
 template <typename T, typename Form>

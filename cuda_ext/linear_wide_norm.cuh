@@ -46,7 +46,7 @@ struct Residual {
     if (other_sums == nullptr || blockIdx.x > 0) return;
     for (int row = threadIdx.x; row < tile.work.num_rows; row += Form::kMultipliers) other_sums[row] = 0;
   }
-  // Adds to 8 elements that are known, and stores what launch.h says. Returns the sum of their squares, or 0.
+  // Adds to 8 elements that are known, and stores what launch.h says. Returns the sum of their squares.
   __device__ __forceinline__ float add(int64_t at, uint4 old, float (&values)[8], uint4 weights) const {
     float before[8];
     unpack8<T>(old, before);
@@ -54,8 +54,7 @@ struct Residual {
     for (int i = 0; i < 8; ++i) values[i] += before[i];
     const uint4 rounded = pack8<T>(values);
     store16(out + at, rounded);
-    if (scaled == nullptr) return 0.0f;
-    store16(scaled + at, multiply8<T>(rounded, weights));
+    if (scaled != nullptr) store16(scaled + at, multiply8<T>(rounded, weights));
     unpack8<T>(rounded, values);
     float squares = 0.0f;
 #pragma unroll
