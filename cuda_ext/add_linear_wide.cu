@@ -1,6 +1,6 @@
-// out[m, n] += sum_k x[m, k] * weight[n, k], rounded once, for 129 to 256 rows and few features; here K is long, else it is
-// linear_wide.cu's.
-// x [M, K], weight [N, K], out [M, N] of one 16-bit dtype; contiguous.
+// residual[m, n] += sum_k x[m, k] * weight[n, k], rounded once, and what a norm behind it needs (launch.h), for 129 to 256
+// rows and few features; here K is long, else it is linear_wide.cu's.
+// x [M, K], weight [N, K], residual and scaled [M, N] of one 16-bit dtype; contiguous.
 // Mapping: as linear_wide.cuh has it: a cluster has 128 features of all rows, its CTAs split K. Up to 192 rows are the
 //   columns of one CTA, more belong to two that share the weights. Of the columns, in turn, a CTA gets all sums.
 // Traffic: 2 M N K flop, bound by what shared memory takes in and gives to the tensor cores; then by the exchange.
@@ -24,7 +24,7 @@ constexpr int kPieceBytes = kMultipliers * 16;
 template <typename Form>
 struct Shared {
   Ring<Form> ring;
-  uint4 norm[kFeatures / 8];
+  uint4 norm[kFeatures / 8];  // weights
 };
 
 // Sends a thread's sums of each piece to the CTA that adds it up: into its ring, by pieces, then splits. Within a warp's

@@ -1,4 +1,5 @@
-// out[t, i] = silu(sum_k x[t, k] * weight[i, k]) * (sum_k x[t, k] * weight[I + i, k]), fp32 inside, for many tokens t.
+// out[t, i] = silu(sum_k x[t, k] * weight[i, k]) * (sum_k x[t, k] * weight[I + i, k]), fp32 inside, for many tokens t; both
+// sums times what a norm ahead says (launch.h).
 // x [T, K], weight [2 I, K], out [T, I] of one 16-bit dtype; contiguous.
 // Mapping: as linear_wide.cuh has it. A thread has gate and up of the same output: the weights' columns are gate rows,
 //   then up rows; or the own rows of a warp are 8 of gate and the 8 of up that go with them.
@@ -23,11 +24,13 @@ struct Shared {
 
   Ring<Form, kMaxBytes - kPanels * kPanelBytes> ring;
   alignas(kTileAlignment) uint8_t out[kPanels][kPanelBytes];
-  float scales[Form::kWeightsShared ? Form::kOwn : Form::kColumns];  // of the tile's tokens
+  // Of the tile's tokens: times kSiluExponent, and squared.
+  float2 scales[Form::kWeightsShared ? Form::kOwn : Form::kColumns];
 };
 
-__device__ __forceinline__ float silu_mul(float gate, float up, float scale) {
-  return silu(gate * scale) * (up * scale);
+// silu(scale * gate) * scale * up.
+__device__ __forceinline__ float silu_mul(float gate, float up, float2 scale) {
+  return gate * inverse_of_power(gate * scale.x) * up * scale.y;
 }
 
 // Stores what a warp has of a tile: 16 tokens.
@@ -43,14 +46,14 @@ __device__ __forceinline__ void store_tokens(const CUtensorMap& map, Shared<Form
   const int row = lane % kWarpRows;
   if (lane == 0) wait_for_stores<0>();  // of the tile before
   __syncwarp();
-  const float scales[2] = {s.scales[own_row()], s.scales[own_row() + 8]};
+  const float2 scales[2] = {s.scales[own_row()], s.scales[own_row() + 8]};
 #pragma unroll
   for (int j = 0; j < features / 8; j += 2) {  // 16 features
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const int at = 4 * j + i;
-      const float scale = scales[i / 2 % 2];
+      const float2 scale = scales[i / 2 % 2];
       words[i / 2] = pack2<T>(silu_mul(gate[at], up[at], scale), silu_mul(gate[at + 1], up[at + 1], scale));
     }
     const uint32_t panel = shared_address(s.out[warp * panels + j * 8 / kPanelFeatures]);
@@ -77,16 +80,19 @@ __device__ __forceinline__ void store_features(const CUtensorMap& map, Shared<Fo
   const uint32_t target = shared_address(s.out[0]) + row * kTileRowBytes + (warp ^ row % 8) * 16;
   if (threadIdx.x == 0) wait_for_stores<0>();  // of the tile before
   named_barrier(1, Form::kMultipliers);
-  uint32_t words[Form::kColumns / 8];  // all of them first: no store has to wait for the next product
 #pragma unroll
-  for (int i = 0; i < Form::kColumns / 8; ++i) {
-    const float* four = sums + 4 * i;
-    const float2 scale = *reinterpret_cast<const float2*>(&s.scales[8 * i + first_column()]);
-    words[i] = pack2<T>(silu_mul(four[0], four[2], scale.x), silu_mul(four[1], four[3], scale.y));
-  }
+  for (int half = 0; half < Form::kColumns; half += Form::kColumns / 2) {
+    uint32_t words[Form::kColumns / 16];  // all of them ahead of the stores, which no load can pass
 #pragma unroll
-  for (int i = 0; i < Form::kColumns / 8; i += 2) {
-    store_matrices_transposed(target + 8 * i * kTileRowBytes, words[i], words[i + 1]);
+    for (int i = 0; i < Form::kColumns / 16; ++i) {
+      const float* four = sums + half / 2 + 4 * i;
+      const float2* scale = s.scales + half + 8 * i + first_column();
+      words[i] = pack2<T>(silu_mul(four[0], four[2], scale[0]), silu_mul(four[1], four[3], scale[1]));
+    }
+#pragma unroll
+    for (int i = 0; i < Form::kColumns / 16; i += 2) {
+      store_matrices_transposed(target + (half + 8 * i) * kTileRowBytes, words[i], words[i + 1]);
+    }
   }
   publish_to_async();
   named_barrier(1, Form::kMultipliers);
@@ -109,7 +115,11 @@ __global__ __launch_bounds__(Form::kThreads, 1) void gated_linear_wide_kernel(
             store_features<T, Form>(out_map, s, tile, sums);
           }
         },
-        [&](const Walk& tile) { read_scales<Form>(s.scales, scale, tile); });
+        [&](const Walk& tile) {
+          read_scales<Form>(scale, tile, [&](int token, float value) {
+            s.scales[token] = make_float2(kSiluExponent * value, value * value);
+          });
+        });
     if (threadIdx.x % kWarpSize == 0) wait_for_stores<0>();
   }
 }

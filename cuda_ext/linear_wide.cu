@@ -1,5 +1,5 @@
-// out[m, n] = sum_k x[m, k] * weight[n, k], or that added to out and rounded once, for 129 to 256 rows, few features and
-// K so short that there is nothing to gain from splitting it.
+// out[m, n] = sum_k x[m, k] * weight[n, k], or that added to out and rounded once, with a norm ahead or behind (launch.h),
+// for 129 to 256 rows, few features and K so short that there is nothing to gain from splitting it.
 // x [M, K], weight [N, K], out [M, N] of one 16-bit dtype; contiguous.
 // Mapping: as linear_wide.cuh has it: a CTA has one tile of 64 tokens by 64 or 96 features and one warpgroup; two CTAs
 //   share the weights.
@@ -29,8 +29,8 @@ struct Shared {
     Ring<Tile<columns>, kRingBytes> ring;
     float sums[kTokens][kPitch<columns>];
   };
-  float scales[kTokens];
-  uint4 norm[columns / 8];
+  float scales[kTokens];    // by the norm ahead
+  uint4 norm[columns / 8];  // weights of the norm behind
 };
 
 template <typename T>
@@ -101,7 +101,7 @@ __global__ __launch_bounds__(Tile<columns>::kThreads) void linear_wide_kernel(
           if constexpr (Out::kAdds) {
             to.template begin<Tile<columns>>(s.norm, tile);
           } else {
-            read_scales<Tile<columns>>(s.scales, to.scale, tile);
+            read_scales<Tile<columns>>(to.scale, tile, [&](int token, float value) { s.scales[token] = value; });
           }
         });
   }

@@ -6,14 +6,16 @@
 
 namespace tinyvllm::wide {
 
-// Ahead of a tile's products: puts into shared memory what they are to be multiplied by, for each token. Where tokens are
-// the own rows, a warp does it for its own, and a barrier of the warp must follow, else one of all that multiply.
-template <typename Form>
-__device__ __forceinline__ void read_scales(float* scales, const RowScale& scale, const Walk& tile) {
+// Ahead of a tile's products: put(token, what they are to be multiplied by), into shared memory. Where tokens are the own
+// rows a warp does it for its own; else a barrier of all that multiply must follow.
+template <typename Form, typename Put>
+__device__ __forceinline__ void read_scales(const RowScale& scale, const Walk& tile, const Put& put) {
   int token = threadIdx.x;
   if constexpr (Form::kWeightsShared) token = threadIdx.x / kWarpSize * kWarpRows + threadIdx.x % kWarpRows;
-  if (!Form::kWeightsShared && token >= Form::kColumns) return;
-  scales[token] = tile.token + token < tile.work.num_rows ? scale.of(tile.token + token) : 0.0f;
+  if (Form::kWeightsShared || token < Form::kColumns) {
+    put(token, tile.token + token < tile.work.num_rows ? scale.of(tile.token + token) : 0.0f);
+  }
+  __syncwarp();
 }
 
 // Of pieces of 8 elements.
@@ -22,8 +24,8 @@ __device__ __forceinline__ uint4 multiply8(uint4 a, uint4 b) {
   return make_uint4(multiply2<T>(a.x, b.x), multiply2<T>(a.y, b.y), multiply2<T>(a.z, b.z), multiply2<T>(a.w, b.w));
 }
 
-// A residual that products are added to, and the norm behind it (scaled, sums and weight are null if there is none). Here
-// a CTA has one tile.
+// A residual that products are added to, and the norm behind it: scaled, sums and weight are null if there is none. Its
+// kernels give a CTA one tile.
 template <typename T>
 struct Residual {
   static constexpr bool kAdds = true;
@@ -46,7 +48,7 @@ struct Residual {
     if (other_sums == nullptr || blockIdx.x > 0) return;
     for (int row = threadIdx.x; row < tile.work.num_rows; row += Form::kMultipliers) other_sums[row] = 0;
   }
-  // Adds to 8 elements that are known, and stores what launch.h says. Returns the sum of their squares.
+  // Adds 8 elements to those that are there, and stores what launch.h says. Returns the sum of their squares.
   __device__ __forceinline__ float add(int64_t at, uint4 old, float (&values)[8], uint4 weights) const {
     float before[8];
     unpack8<T>(old, before);
