@@ -112,7 +112,7 @@ __device__ __forceinline__ void exchange_and_add(const Residual<T>& to, const Wa
     asm volatile("" : "+r"(feature));  // of a sum with parts of it the compiler makes stores of 4 bytes
     int64_t at[2];
     bool exists[2];
-    uint4 old[2];
+    uint4 old[2] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = tile.token + token + r * taker.kToToken;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void exchange_and_add(const Residual<T>& to, const Wa
     float* of_tokens = own_tokens ? &squares[i][taker.own] : &squares[taker.own / 8][i * kPieceColumns + taker.column];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      of_tokens[r * taker.kToToken] = exists[r] ? to.add(at[r], old[r], values[r], s.norm[feature / 8]) : 0.0f;
+      of_tokens[r * taker.kToToken] = to.add(exists[r], at[r], old[r], values[r], s.norm[feature / 8]);
     }
   }
   if (to.sums == nullptr) return;

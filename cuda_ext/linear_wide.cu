@@ -44,7 +44,7 @@ template <typename T, typename Out, int columns>
 __device__ __forceinline__ void store(const Out& to, Shared<columns>& s, const Walk& tile,
                                       const float (&sums)[columns / 2]) {
   constexpr int pieces = columns / 32;  // every fourth 8 features of two rows are a lane's
-  // Calls function(u, i, piece, offset in out) for those that exist.
+  // Calls function(u, i, piece, exists, offset in out) for each of them.
   const auto for_each_piece = [&](const auto& function) {
 #pragma unroll
     for (int i = 0; i < 2 * pieces; ++i) {
@@ -52,15 +52,17 @@ __device__ __forceinline__ void store(const Out& to, Shared<columns>& s, const W
       const int piece = threadIdx.x % 4 + i % pieces * 4;
       const int row = tile.token + own_row() + 8 * u;
       const int feature = tile.feature + piece * 8;
-      if (row >= tile.work.num_rows || feature >= tile.work.num_features) continue;
-      function(u, i, piece, static_cast<int64_t>(row) * tile.work.num_features + feature);
+      const bool exists = row < tile.work.num_rows && feature < tile.work.num_features;
+      function(u, i, piece, exists, static_cast<int64_t>(row) * tile.work.num_features + feature);
     }
   };
-  uint4 old[2 * pieces];
+  uint4 old[2 * pieces] = {};
   float scales[2];
   float squares[2] = {};
   if constexpr (Out::kAdds) {
-    for_each_piece([&](int, int i, int, int64_t at) { old[i] = load16(to.out + at); });
+    for_each_piece([&](int, int i, int, bool exists, int64_t at) {
+      if (exists) old[i] = load16(to.out + at);
+    });
     copy_wait<0>();
   } else {
     for (int u = 0; u < 2; ++u) scales[u] = s.scales[own_row() + 8 * u];
@@ -74,13 +76,13 @@ __device__ __forceinline__ void store(const Out& to, Shared<columns>& s, const W
         make_float2(sums[i] * scale, sums[i + 1] * scale);
   }
   __syncwarp();
-  for_each_piece([&](int u, int i, int piece, int64_t at) {
+  for_each_piece([&](int u, int i, int piece, bool exists, int64_t at) {
     const float4* from = reinterpret_cast<const float4*>(&s.sums[own_row() + 8 * u][piece * 8]);
     const float4 low = from[0], high = from[1];
     float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     if constexpr (Out::kAdds) {
-      squares[u] += to.add(at, old[i], values, s.norm[piece]);
-    } else {
+      squares[u] += to.add(exists, at, old[i], values, s.norm[piece]);
+    } else if (exists) {
       store16(to.out + at, pack8<T>(values));
     }
   });

@@ -48,20 +48,20 @@ struct Residual {
     if (other_sums == nullptr || blockIdx.x > 0) return;
     for (int row = threadIdx.x; row < tile.work.num_rows; row += Form::kMultipliers) other_sums[row] = 0;
   }
-  // Adds 8 elements to those that are there, and stores what launch.h says. Returns the sum of their squares.
-  __device__ __forceinline__ float add(int64_t at, uint4 old, float (&values)[8], uint4 weights) const {
+  // Adds 8 elements to the old ones, and if they exist stores what launch.h says. Returns the sum of their squares.
+  __device__ __forceinline__ float add(bool exists, int64_t at, uint4 old, float (&values)[8], uint4 weights) const {
     float before[8];
     unpack8<T>(old, before);
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] += before[i];
     const uint4 rounded = pack8<T>(values);
-    store16(out + at, rounded);
-    if (scaled != nullptr) store16(scaled + at, multiply8<T>(rounded, weights));
+    if (exists) store16(out + at, rounded);
+    if (exists && scaled != nullptr) store16(scaled + at, multiply8<T>(rounded, weights));
     unpack8<T>(rounded, values);
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) squares += values[i] * values[i];
-    return squares;
+    return exists ? squares : 0.0f;
   }
   // Adds the squares of what the lanes of a warp with own tokens have of two rows each.
   __device__ __forceinline__ void add_squares_of_lanes(const Walk& tile, const float (&squares)[2]) const {
