@@ -84,13 +84,13 @@ struct Taker {
   }
 };
 
-// Adds up the sums of the CTAs that split K, those in turn of a piece each.
+// Adds up the sums of the CTAs that split K: a CTA does it for its pieces, each of which comes with the sums of all.
 template <typename T, typename Form>
 __device__ __forceinline__ void exchange_and_add(const Residual<T>& to, const Walk& tile, Shared<Form>& s,
                                                  const float (&sums)[Form::kColumns / 2]) {
   constexpr bool own_tokens = Form::kWeightsShared;
   constexpr int pieces = Form::kColumns / kPieceColumns;
-  using Squares = float[Form::kOwn + 1];  // of the CTA's tokens, in 8 of the features
+  using Squares = float[Form::kOwn + 1];  // of the tokens that the CTA has, in 8 of their features
   constexpr int squares_bytes = (own_tokens ? pieces : Form::kOwn / 8) * sizeof(Squares);
   static_assert((pieces + kMaxCluster) * kPieceBytes + squares_bytes <= sizeof(s.ring.own) + sizeof(s.ring.shared));
   const int splits = tile.work.splits;
@@ -100,6 +100,7 @@ __device__ __forceinline__ void exchange_and_add(const Residual<T>& to, const Wa
   Squares* squares = reinterpret_cast<Squares*>(reinterpret_cast<uint8_t*>(&s.ring) + bytes);
   const uint32_t received = shared_address(&s.ring.received);
   copy_wait<0>();
+  __syncwarp();       // the norm's weights are there before thread 0, of the warp that copied them, arrives below
   cluster_barrier();  // all CTAs have read their rings
   if (threadIdx.x == 0) arrive_expecting(received, bytes);
   send_sums(s.ring, tile, sums);

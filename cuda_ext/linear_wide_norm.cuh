@@ -36,7 +36,7 @@ struct Residual {
   const T* weight;
 
   // Ahead of the tile's products: sets other_sums to zero and starts to copy the norm's weights for its features into
-  // shared memory. Behind them, copy_wait<0>() and a barrier of all that multiply must follow.
+  // shared memory. Behind the products the first warp's copy_wait<0>() must follow, and a barrier that the others wait at.
   template <typename Form>
   __device__ __forceinline__ void begin(uint4* weights, const Walk& tile) const {
     constexpr int features = Form::kWeightsShared ? Form::kColumns : Form::kOwn;
