@@ -106,6 +106,7 @@ __global__ __launch_bounds__(Form::kThreads, 1) void gated_linear_wide_kernel(
   if constexpr (kHopperCode) {
     extern __shared__ __align__(kTileAlignment) uint8_t shared_bytes[];
     Shared<Form>& s = *reinterpret_cast<Shared<Form>*>(shared_bytes);
+    static_assert(sizeof(s) <= 227 * 1024);
     multiply_tiles<T>(
         s.ring, x_map, weight_map, work, Part(work),
         [&](const Walk& tile, const float (&sums)[Form::kColumns / 2]) {
