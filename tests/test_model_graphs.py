@@ -119,7 +119,7 @@ def test_norms_that_products_do_change_no_token(
     llm.runner.model.ops = ops  # the references of the kernels, and what calls them
     assert generate(llm, PROMPTS, 14, **params) == expected
     assert min(chained) <= 100 < max(chained)
-    assert not llm.runner.buffers["norm_sums"].any()
+    assert not llm.runner.buffers["row_words"].any()
 
 
 def test_a_key_is_captured_when_it_comes_again_and_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class Llama:
         done("attn_norm", 0)
         first = w.layers[0]
         wait = hook is None and gemm.norms_can_wait(normed, first.qkv, first.o, first.gate_up, first.down)
-        sums, scale = b["norm_sums"].unbind() if wait else None, None
+        sums, scale = b["row_words"][1:].unbind() if wait else None, None
         for i, layer in enumerate(w.layers):
             self.ops.linear(qkv, normed, layer.qkv, scale)
             done("qkv", i)
@@ -131,7 +131,7 @@ class Llama:
         """Samples at temperature 0 behind `trunk`, which had one token of each of `rows`; leaves no logits."""
         b = self.buffers
         x = b["normed"][: rows.size(0)]
-        ops.argmax_linear_hopper(sampled, last_tokens, b["best_logits"], x, self.weights.lm_head, rows)
+        ops.argmax_linear_hopper(sampled, last_tokens, b["row_words"][0], x, self.weights.lm_head, rows)
 
     def decode(self, state: dict[str, Tensor], params: SamplingState | None) -> Tensor:
         """A step of a few sequences by the one op `decode_step`: their logits [S, V].
