@@ -204,7 +204,7 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
         Buffer("sample_workspace", (s, SAMPLE_WORKSPACE_FLOATS), "float32", f"S x {SAMPLE_WORKSPACE_FLOATS}",
                "partial results of sampling", (("sample", "sample"),)),
         Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
-        Buffer("row_words", (3, max(s, min(t, NORM_ROWS))), "int64", f"3 x max(S, min(T, {NORM_ROWS}))",
+        Buffer("row_words", (3, _align(8 * max(s, NORM_ROWS)) // 8), "int64", f"3 x ceil(max(S, {NORM_ROWS}) / 32) x 32",
                "largest logit of each greedy row so far; sums of squares of norms", ALWAYS),
         Buffer("decode_exchange", (workspace_words(config, dtype, s),), "int32", "see memory/decode_step.py",
                "what the stages of the fused decode step pass on", ALWAYS),
