@@ -1,5 +1,5 @@
-// out[m, n] += sum_k x[m, k] * weight[n, k], rounded once, for 129 to 256 rows and few features; here K is long, else it is
-// linear_wide.cu's.
+// out[m, n] += sum_k x[m, k] * weight[n, k], rounded once, for 129 to 256 rows and few features; here if K is long, else
+// in linear_wide.cu.
 // x [M, K], weight [N, K], out [M, N] of one 16-bit dtype; contiguous.
 // Mapping: as linear_wide.cuh has it: a cluster has 128 features of all rows, its CTAs split K. Up to 192 rows are the
 //   columns of one CTA, more belong to two that share the weights. Of the columns, in turn, a CTA gets all sums.
@@ -13,7 +13,7 @@ namespace tinyvllm {
 namespace wide {
 namespace {
 
-constexpr int kMaxRows = 256;
+constexpr int kMaxRows = 2 * kUsualOwn;
 constexpr int kMinChunks = 128;   // of K, to split it
 constexpr int kMaxCluster = 8;    // the largest that every device takes
 constexpr int kFeatures = 128;    // of a cluster
@@ -96,9 +96,9 @@ __device__ __forceinline__ void exchange_and_add(T* out, const Walk& tile, Ring<
 }
 
 template <typename T, typename Form>
-__global__ __launch_bounds__(Form::kThreads, 1) void add_linear_wide_kernel(T* out, const __grid_constant__ CUtensorMap x_map,
-                                                                      const __grid_constant__ CUtensorMap weight_map,
-                                                                      const __grid_constant__ Work work) {
+__global__ __launch_bounds__(Form::kThreads, 1) void add_linear_wide_kernel(
+    T* out, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map,
+    const __grid_constant__ Work work) {
   if constexpr (kHopperCode) {
     extern __shared__ __align__(kTileAlignment) uint8_t shared_bytes[];
     auto& ring = *reinterpret_cast<Ring<Form>*>(shared_bytes);
@@ -136,16 +136,13 @@ cudaError_t launch_form(T* out, const void* x, const void* weight, int num_rows,
 cudaError_t add_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
                             int in_features, Dtype dtype, cudaStream_t stream) {
   using namespace wide;
-  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
-                         is_aligned16(out);
-  if (!supported) return cudaErrorInvalidValue;
+  if (!is_supported(x, weight, num_rows, out_features, in_features, out)) return cudaErrorInvalidValue;
   const auto whole = [&] {
     return add_linear_whole(out, x, weight, num_rows, out_features, in_features, dtype, stream);
   };
   if (num_rows > kMaxRows || in_features < kMinChunks * kTileColumns) return whole();
-  const cudaError_t split = dispatch_dtype(dtype, [&](auto type) {
+  const cudaError_t split = dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     const auto launch = [&](auto form) {
       T* to = static_cast<T*>(out);
       return launch_form<T, decltype(form)>(to, x, weight, num_rows, out_features, in_features, stream);

@@ -88,9 +88,8 @@ cudaError_t start(void* out, const void* x, const void* weight, int num_rows, in
                          (!gated || out_features % 8 == 0) && (out_dtype == dtype || out_dtype == Dtype::kF32) &&
                          is_aligned16(out);
   if (!supported) return cudaErrorInvalidValue;
-  return dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     Work work{};
     work.num_rows = num_rows;
     work.out_features = out_features;

@@ -89,12 +89,9 @@ __global__ __launch_bounds__(Tile<columns>::kThreads) void linear_wide_kernel(
 template <bool add>
 cudaError_t start(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
                   Dtype dtype, cudaStream_t stream) {
-  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
-                         is_aligned16(out);
-  if (!supported) return cudaErrorInvalidValue;
-  return dispatch_dtype(dtype, [&](auto type) {
+  if (!is_supported(x, weight, num_rows, out_features, in_features, out)) return cudaErrorInvalidValue;
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     const int pairs = device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2;
     const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, 2 * kTokens)) * ceil_div(out_features, 64);
     return dispatch_int<64, 96>(tiles <= pairs ? 64 : 96, [&](auto columns) {
