@@ -128,9 +128,8 @@ cudaError_t add_linear_hopper(void* residual, void* scaled, int64_t* sums, int64
   if (!is_supported(x, weight, num_rows, out_features, in_features) || !can_add(target, out_features)) {
     return cudaErrorInvalidValue;
   }
-  return dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     Work work = plan_work(num_rows, out_features, in_features, false);
     Layout& layout = work.layout;
     return dispatch_rows<16, 32, 64, 96, 128>(ceil_div(num_rows, layout.halves), [&](auto rows) {

@@ -13,7 +13,7 @@ namespace tinyvllm {
 namespace wide {
 namespace {
 
-constexpr int kMaxRows = 256;
+constexpr int kMaxRows = 2 * kUsualOwn;
 constexpr int kMinChunks = 128;   // of K, to split it
 constexpr int kMaxCluster = 8;    // the largest that every device takes
 constexpr int kFeatures = 128;    // of a cluster
@@ -183,8 +183,7 @@ cudaError_t launch_form(const Residual<T>& to, const void* x, const void* weight
 template <typename T>
 cudaError_t add_linear_split(const Residual<T>& to, const void* x, const void* weight, int num_rows, int out_features,
                              int in_features, cudaStream_t stream) {
-  if (num_rows > kMaxRows || in_features < kMinChunks * kTileColumns ||
-      device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) {
+  if (num_rows > kMaxRows || in_features < kMinChunks * kTileColumns) {
     return cudaErrorNotSupported;
   }
   const auto launch = [&](auto form) {
@@ -208,7 +207,7 @@ cudaError_t add_linear_wide(void* residual, void* scaled, int64_t* sums, int64_t
                          is_aligned16(residual) && is_aligned16(scaled) && is_aligned16(norm) &&
                          (sums != nullptr) == normed && (norm != nullptr) == normed;
   if (!supported) return cudaErrorInvalidValue;
-  return dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Residual<T> to{static_cast<T*>(residual), static_cast<T*>(scaled), sums, other_sums,
                          static_cast<const T*>(norm)};

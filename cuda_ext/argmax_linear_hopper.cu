@@ -104,9 +104,8 @@ cudaError_t find_best(Rank* ranks, const void* x, const void* weight, int num_ro
   layout.num_chunks = ceil_div(in_features, kTileColumns);
   const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount, 1);
   layout.num_clusters = layout.num_units < num_sms ? layout.num_units : num_sms;
-  return dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     return dispatch_rows<16, 32, 64, 96, 128>(num_rows, [&](auto row_count) {
       return launch_argmax<T, decltype(row_count)::value>(ranks, x, weight, work, in_features, stream);
     });

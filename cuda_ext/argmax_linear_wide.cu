@@ -123,7 +123,7 @@ __global__ __launch_bounds__(Form::kThreads, 1) void argmax_linear_wide_kernel(R
 template <typename Launch>
 cudaError_t dispatch_form(int num_rows, int out_features, const Launch& launch) {
   const int pairs = device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2;
-  const bool can_count = ceil_div(out_features, 256) <= kMaxTiles * pairs;
+  const bool can_count = ceil_div(out_features, 2 * kUsualOwn) <= kMaxTiles * pairs;
   if (num_rows <= 160 && can_count) return launch(Form<false, 160>{});
   if (num_rows <= 192 && can_count) return launch(Form<false, 192>{});
   return launch(Form<true, 256>{});
@@ -135,12 +135,11 @@ cudaError_t dispatch_form(int num_rows, int out_features, const Launch& launch) 
 cudaError_t find_best_wide(Rank* ranks, const void* x, const void* weight, int num_rows, int out_features,
                            int in_features, Dtype dtype, cudaStream_t stream) {
   using namespace wide;
-  if (num_rows > 256 || !is_supported(x, weight, num_rows, out_features, in_features)) {
+  if (num_rows > 2 * kUsualOwn || !is_supported(x, weight, num_rows, out_features, in_features)) {
     return cudaErrorInvalidValue;
   }
-  return dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     return dispatch_form(num_rows, out_features, [&](auto form) {
       using F = decltype(form);
       const Work work = plan_work<F>(num_rows, out_features, in_features, false);

@@ -85,7 +85,8 @@ DecodeShape choose_decode_shape(int num_seqs, int num_heads, int num_kv_heads, i
   const int even_parts = most_parts > 0 ? num_splits / 2 : 0;
   const int first_parts = std::min(num_seqs * std::max(even_parts, 1), std::max(most_parts, 1));
   size_t shared_bytes = decode_shared_bytes<head_dim>(num_warps);
-  const size_t share = ceil_div<int64_t>(static_cast<int64_t>(first_parts) * num_kv_heads * groups, num_sms);  // of an SM
+  const int64_t ctas = static_cast<int64_t>(first_parts) * num_kv_heads * groups;
+  const size_t share = ceil_div<int64_t>(ctas, num_sms);  // of an SM
   if (share > 1) shared_bytes = std::max(shared_bytes, sm_bytes / (share + 1) / 16 * 16 - 1008);
   return {groups, num_warps, first_parts, std::min(shared_bytes, max_bytes),
           {even_parts, num_splits - 1, kWholeTiles * num_warps * kTile, 2 * num_warps * kTile}};

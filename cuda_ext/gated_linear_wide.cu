@@ -20,7 +20,8 @@ template <typename Form>
 struct Shared {
   // Weights shared: a panel of 16 tokens of each half of a warp's features. Else one of all tokens.
   static constexpr int kPanelBytes = kTileRowBytes * (Form::kWeightsShared ? kWarpRows : Form::kColumns);
-  static constexpr int kPanels = Form::kWeightsShared ? Form::kMultiplierWarps * Form::kColumns / 2 / kPanelFeatures : 1;
+  static constexpr int kPanels =
+      Form::kWeightsShared ? Form::kMultiplierWarps * Form::kColumns / 2 / kPanelFeatures : 1;
 
   Ring<Form, kMaxBytes - kPanels * kPanelBytes> ring;
   alignas(kTileAlignment) uint8_t out[kPanels][kPanelBytes];
@@ -130,10 +131,10 @@ template <int... columns, typename Launch>
 cudaError_t dispatch_form(int num_rows, int out_features, const Launch& launch) {
   const int pairs = std::max(device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2, 1);
   const auto time = [&](int tokens) {
-    const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, tokens)) * ceil_div(out_features, 128);
+    const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, tokens)) * ceil_div(out_features, kUsualOwn);
     return ceil_div<int64_t>(tiles, pairs) * tokens;
   };
-  int64_t best = time(256);
+  int64_t best = time(2 * kUsualOwn);
   int tokens = 0;
   const auto consider = [&](int candidate) {
     if (num_rows > kMaxTokens || time(candidate) >= best) return;
@@ -153,12 +154,9 @@ cudaError_t dispatch_form(int num_rows, int out_features, const Launch& launch) 
 cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
                               int out_features, int in_features, float eps, Dtype dtype, cudaStream_t stream) {
   using namespace wide;
-  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
-                         is_aligned16(out);
-  if (!supported) return cudaErrorInvalidValue;
-  return dispatch_dtype(dtype, [&](auto type) {
+  if (!is_supported(x, weight, num_rows, out_features, in_features, out)) return cudaErrorInvalidValue;
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     return dispatch_form<160, 192, 224>(num_rows, out_features, [&](auto form) {
       using F = decltype(form);
       CUtensorMap out_map;

@@ -190,6 +190,15 @@ inline bool can_copy_tiles(const void* x, const void* weight, int out_features, 
          in_features % 8 == 0 && is_aligned16(x) && is_aligned16(weight);
 }
 
+// dispatch_dtype where there are such cards' instructions.
+template <typename Function>
+cudaError_t dispatch_hopper(Dtype dtype, const Function& function) {
+  return dispatch_dtype(dtype, [&](auto type) {
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
+    return function(type);
+  });
+}
+
 // How many clusters of this size can be resident at once.
 template <typename... Parameters>
 cudaError_t max_clusters(int* count, void (*kernel)(Parameters...), int threads, int cluster_size, int shared_bytes) {

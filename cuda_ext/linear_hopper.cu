@@ -52,9 +52,8 @@ cudaError_t start(void* out, const void* x, const void* weight, const RowScale& 
                          (!gated || out_features % 8 == 0) && (out_dtype == dtype || out_dtype == Dtype::kF32) &&
                          is_aligned16(out);
   if (!supported) return cudaErrorInvalidValue;
-  return dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
     Work work = plan_work(num_rows, out_features, in_features, gated);
     work.float_out = out_dtype == Dtype::kF32;
     return dispatch_rows<16, 32, 64, 96, 128>(ceil_div(num_rows, work.layout.halves), [&](auto rows) {

@@ -113,7 +113,6 @@ __global__ __launch_bounds__(Tile<columns>::kThreads) void linear_wide_kernel(
 template <typename T, typename Out>
 cudaError_t start(const Out& to, const void* x, const void* weight, int num_rows, int out_features, int in_features,
                   cudaStream_t stream) {
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor, 0) != 9) return cudaErrorNotSupported;
   const int pairs = device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2;
   const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, 2 * kTokens)) * ceil_div(out_features, 64);
   return dispatch_int<64, 96>(tiles <= pairs ? 64 : 96, [&](auto columns) {
@@ -143,7 +142,7 @@ cudaError_t linear_wide(void* out, const void* x, const void* weight, const int6
   const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
                          is_aligned16(out);
   if (!supported) return cudaErrorInvalidValue;
-  return dispatch_dtype(dtype, [&](auto type) {
+  return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Plain<T> to{static_cast<T*>(out), RowScale(sums, in_features, eps)};
     return start<T>(to, x, weight, num_rows, out_features, in_features, stream);

@@ -14,13 +14,14 @@
 
 namespace tinyvllm::wide {
 
-constexpr int kWarpRows = 16;            // of a CTA's own rows
-constexpr int kTokenTiles = 8;           // that go through the weights together
-constexpr int kMaxBytes = 226 * 1024;    // of a CTA's shared memory
+constexpr int kUsualOwn = 128;         // rows that a CTA has of its own
+constexpr int kWarpRows = 16;          // of these
+constexpr int kTokenTiles = 8;         // that go through the weights together
+constexpr int kMaxBytes = 226 * 1024;  // of a CTA's shared memory
 
 // Whether the columns are rows of weight, how many they are (a multiple of 32 up to 256), how many CTAs share them, and
 // how many rows a CTA has of its own.
-template <bool weights_shared, int columns, int sharers = 2, int own = 128>
+template <bool weights_shared, int columns, int sharers = 2, int own = kUsualOwn>
 struct Form {
   static constexpr bool kWeightsShared = weights_shared;
   static constexpr int kColumns = columns;
@@ -244,8 +245,14 @@ __device__ __forceinline__ void multiply_tiles(Ring& ring, const CUtensorMap& x_
 // ---- Host ----
 
 inline bool is_supported(const void* x, const void* weight, int num_rows, int out_features, int in_features) {
-  return num_rows >= 1 && num_rows <= std::numeric_limits<int>::max() - 256 &&
+  return num_rows >= 1 && num_rows <= std::numeric_limits<int>::max() - 2 * kUsualOwn &&
          can_copy_tiles(x, weight, out_features, in_features);
+}
+
+// The same for an out that is written 16 bytes at a time.
+inline bool is_supported(const void* x, const void* weight, int num_rows, int out_features, int in_features,
+                         const void* out) {
+  return is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 && is_aligned16(out);
 }
 
 // Work that is not split.
@@ -284,14 +291,15 @@ cudaError_t launch_tiles(Kernel kernel, size_t shared_bytes, const void* x, cons
   cudaError_t error = describe_matrix(&x_map, x, work.num_rows, in_features, Form::kWeightsShared ? Form::kOwn : part);
   if (error == cudaSuccess) {
     error = Form::kWeightsShared ? describe_matrix(&weight_map, weight, weight_rows, in_features, part)
-                                 : describe_weights(&weight_map, weight, weight_rows, in_features, work.paired, Form::kOwn);
+                                 : describe_weights(&weight_map, weight, weight_rows, in_features, work.paired,
+                                                    Form::kOwn);
   }
   if (error != cudaSuccess) return error;
   const int size = Form::kSharers * work.splits;
   const int room = device_attribute(cudaDevAttrMultiProcessorCount, size) / size;
   const unsigned clusters = static_cast<unsigned>(stay ? std::min<int64_t>(num_tiles, room) : num_tiles);
-  return launch_clusters(kernel, clusters * size, Form::kThreads, size, shared_bytes, stream, arguments..., x_map, weight_map,
-                         work);
+  return launch_clusters(kernel, clusters * size, Form::kThreads, size, shared_bytes, stream, arguments..., x_map,
+                         weight_map, work);
 }
 
 }  // namespace tinyvllm::wide

@@ -73,7 +73,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // If not `accumulate`, d = a * b^T.
 template <typename T, int n>
 __device__ __forceinline__ void wgmma(float* d, uint64_t a, uint64_t b, bool accumulate = true) {
-  constexpr int part = n >= 256 ? 256 : n > 128 && n % 32 == 0 ? n : n >= 128 ? 128 : n >= 96 ? 96 : n >= 64 ? 64 : n >= 32 ? 32 : 16;
+  constexpr int part = n >= 256 ? 256 : n >= 32 ? n / 32 * 32 : 16;
   if constexpr (part == 256) {
     WGMMA_OF_TYPE("256", 128, "%128", "%129", "%130")
   } else if constexpr (part == 224) {

@@ -67,22 +67,22 @@ def suits_argmax(x: Tensor) -> bool:
     return MATVEC_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS and x.size(1) % 8 == 0 and _is_hopper(x.device)
 
 
+def _fits_wide(x: Tensor, weight: Tensor, num_features: int, num_sms: int) -> bool:
+    """Whether x has some hundred rows, and so many SMs for each so many features of weight [N, in] are there."""
+    features, size = weight.shape
+    if not HOPPER_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS or size % 8 or features % 8:
+        return False
+    return _is_hopper(x.device) and -(-features // num_features) * num_sms <= _num_sms(x.device)
+
+
 def suits_linear_wide(x: Tensor, weight: Tensor) -> bool:
     """Whether x [T, in] and weight [N, in] are multiplied by `linear_wide`: two SMs take 128 tokens by 96 features."""
-    features, size = weight.shape
-    if not HOPPER_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS or size >= SPLIT_MIN_SIZE or size % 8 or features % 8:
-        return False
-    return _is_hopper(x.device) and 4 * -(-features // 96) <= _num_sms(x.device)
+    return weight.size(1) < SPLIT_MIN_SIZE and _fits_wide(x, weight, 96, 4)
 
 
 def suits_add_wide(x: Tensor, weight: Tensor) -> bool:
     """Whether x [T, in] and weight [H, in] are multiplied by `add_linear_wide`: up to 8 SMs take 128 features."""
-    features, size = weight.shape
-    if size < SPLIT_MIN_SIZE:
-        return suits_linear_wide(x, weight)
-    if not HOPPER_MAX_ROWS < x.size(0) <= FEW_MAX_ROWS or size % 8 or features % 8:
-        return False
-    return _is_hopper(x.device) and -(-features // 128) * 8 <= _num_sms(x.device)
+    return suits_linear_wide(x, weight) if weight.size(1) < SPLIT_MIN_SIZE else _fits_wide(x, weight, 128, 8)
 
 
 def norms_can_wait(x: Tensor, qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor) -> bool:

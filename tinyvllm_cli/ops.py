@@ -225,8 +225,9 @@ def attention_decode(
 
     out [S, Q * D]; qkv [S, (Q + 2K) * D] as the linear gives it: q and k are rotated for a context's last position, and
     K and V stored there, while qkv stays as it is. kv_cache [B, K, 2, block_size, D]; rope_table as in `rope_store`;
-    block_table int32 [max_num_seqs, *]. parts is what `decode_parts` made for the same sizes: their results are merged
-    in a fixed order (Flash-Decoding); context length 0 gives a zero row and stores nothing.
+    block_table int32 [max_num_seqs, *]. parts is what `decode_parts` made for the same sizes, num_splits and
+    min_warps: their results are merged in a fixed order (Flash-Decoding); context length 0 gives a zero row and stores
+    nothing.
     workspace fp32, at least 4 + S * Q * num_splits * (D + 4), is zero before and after. In a captured graph see
     `launch.h` for what its predecessors may write.
     """
