@@ -117,12 +117,12 @@ def check_add(add: Callable[..., None], device: str, rows: int, n: int, k: int) 
         before, norm = randn(g, rows, n, dtype=dtype, device=device), randn(g, n, dtype=dtype, device=device)
         results = []
         for _ in range(REPEATS if device == "cuda" else 1):
-            sums, other = torch.full((2, rows + 3), 5, device=device)
+            sums, other = torch.full((2, 2 * rows), 5, device=device)
             sums[:rows] = 0
             results.append((before.clone(), poisoned(rows, n, dtype=dtype, device=device), sums, other))
             add(*results[-1], x, weight, norm)
-            assert other.tolist() == [0] * rows + [5] * 3
-            assert sums[rows:].tolist() == [5] * 3
+            assert other.tolist() == [0] * rows + [5] * rows
+            assert sums[rows:].tolist() == [5] * rows
         residual, scaled, sums, _ = results[0]
         assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
         exact = before.double() + x.double() @ weight.double().t()
