@@ -29,7 +29,7 @@ __device__ __forceinline__ void run_argmax(Rank* ranks, const CUtensorMap& x_map
     best[i] = -INFINITY;
     token[i] = 0;
   }
-  multiply_units<T, kRows>(ring, x_map, weight_map, work, Part(work), [&](int unit, const float (&sums)[kRows / 2]) {
+  const auto keep_best = [&](int unit, const float (&sums)[kRows / 2]) {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const int feature = unit * kUnitRows + 16 * warp + 8 * upper + g;
@@ -41,7 +41,8 @@ __device__ __forceinline__ void run_argmax(Rank* ranks, const CUtensorMap& x_map
         best[i] = max_or_nan(best[i], logit);
       }
     }
-  });
+  };
+  multiply_units<T, kRows>(ring, x_map, weight_map, work, Part(work), [] {}, keep_best);
   if (warp >= kConsumerWarps) return;
   Rank* of_warps = reinterpret_cast<Rank*>(shared + work.stage_at);
 #pragma unroll

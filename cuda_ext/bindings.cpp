@@ -107,76 +107,6 @@ void silu_mul_op(const Tensor& out, const Tensor& gate_up) {
                          call.fits_int("intermediate size", out.size(1)), dtype, call.stream()));
 }
 
-using LinearLauncher = decltype(matvec);
-
-void linear_op(const char* op, LinearLauncher launcher, const Tensor& out, const Tensor& x, const Tensor& weight) {
-  Call call(op, out);
-  const Dtype dtype = call.activation("x", x);
-  call.check("x", x, x.scalar_type(), {-1, -1});
-  call.check("weight", weight, x.scalar_type(), {-1, x.size(1)});
-  const bool is_float = out.scalar_type() == kFloat;
-  call.check("out", out, is_float ? kFloat : x.scalar_type(), {x.size(0), weight.size(0)});
-  if (out.numel() == 0) return;
-  call.launched(launcher(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
-                         call.fits_int("out features", weight.size(0)), call.fits_int("in features", x.size(1)), dtype,
-                         is_float ? Dtype::kF32 : dtype, call.stream()));
-}
-
-void matvec_op(const Tensor& out, const Tensor& x, const Tensor& weight) { linear_op("matvec", matvec, out, x, weight); }
-
-void linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  linear_op("linear_hopper", linear_hopper, out, x, weight);
-}
-
-using GatedLinearLauncher = decltype(gated_linear_hopper);
-
-// x [T, in] and weight [rows * N, in] to out [T, N] of x's dtype.
-void linear_of_dtype_op(const char* op, GatedLinearLauncher launcher, int64_t rows, const Tensor& out, const Tensor& x,
-                        const Tensor& weight) {
-  Call call(op, out);
-  const Dtype dtype = call.activation("x", x);
-  call.check("x", x, x.scalar_type(), {-1, -1});
-  call.check("out", out, x.scalar_type(), {x.size(0), -1});
-  call.check("weight", weight, x.scalar_type(), {rows * out.size(1), x.size(1)});
-  if (out.numel() == 0) return;
-  call.launched(launcher(out.data_ptr(), x.data_ptr(), weight.data_ptr(), call.fits_int("rows", x.size(0)),
-                         call.fits_int("out features", out.size(1)), call.fits_int("in features", x.size(1)), dtype,
-                         call.stream()));
-}
-
-void gated_linear_hopper_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  linear_of_dtype_op("gated_linear_hopper", gated_linear_hopper, 2, out, x, weight);
-}
-
-void gated_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  linear_of_dtype_op("gated_linear_wide", gated_linear_wide, 2, out, x, weight);
-}
-
-void linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  linear_of_dtype_op("linear_wide", linear_wide, 1, out, x, weight);
-}
-
-void add_linear_wide_op(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  linear_of_dtype_op("add_linear_wide", add_linear_wide, 1, out, x, weight);
-}
-
-void argmax_linear_hopper_op(const Tensor& sampled, const Tensor& last_tokens, const Tensor& ranks, const Tensor& x,
-                             const Tensor& weight, const Tensor& rows) {
-  Call call("argmax_linear_hopper", sampled);
-  const Dtype dtype = call.activation("x", x);
-  call.check("x", x, x.scalar_type(), {-1, -1});
-  call.check("weight", weight, x.scalar_type(), {-1, x.size(1)});
-  call.check("sampled", sampled, kInt, {x.size(0)});
-  call.check("rows", rows, kInt, {x.size(0)});
-  call.check("last_tokens", last_tokens, kInt, {-1});
-  call.check_scratch("ranks", ranks, kLong, x.size(0));
-  if (sampled.numel() == 0) return;
-  call.launched(argmax_linear_hopper(ints(sampled), ints(last_tokens), static_cast<int64_t*>(ranks.data_ptr()),
-                                     x.data_ptr(), weight.data_ptr(), ints(rows), call.fits_int("rows", x.size(0)),
-                                     call.fits_int("out features", weight.size(0)),
-                                     call.fits_int("in features", x.size(1)), dtype, call.stream()));
-}
-
 void decode_inputs_op(const Tensor& token_ids, const Tensor& context_lens, const Tensor& next_positions,
                       const Tensor& last_tokens, const Tensor& rows) {
   Call call("decode_inputs", token_ids);
@@ -323,6 +253,7 @@ void logprobs_op(const Tensor& values, const Tensor& token_ids, const Tensor& lo
 }  // namespace tinyvllm
 
 #include "decode_step_op.h"
+#include "linear_op.h"
 
 TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("embedding", tinyvllm::embedding_op);
@@ -332,6 +263,7 @@ TORCH_LIBRARY_IMPL(tinyvllm, CUDA, m) {
   m.impl("silu_mul", tinyvllm::silu_mul_op);
   m.impl("matvec", tinyvllm::matvec_op);
   m.impl("linear_hopper", tinyvllm::linear_hopper_op);
+  m.impl("add_linear_hopper", tinyvllm::add_linear_hopper_op);
   m.impl("gated_linear_hopper", tinyvllm::gated_linear_hopper_op);
   m.impl("gated_linear_wide", tinyvllm::gated_linear_wide_op);
   m.impl("linear_wide", tinyvllm::linear_wide_op);

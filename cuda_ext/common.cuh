@@ -138,13 +138,18 @@ __device__ __forceinline__ uint4 pack8(const float (&values)[8]) {
                     pack2<T>(values[6], values[7]));
 }
 
-// value / (1 + exp(-value)), in few instructions: what is not a normal number counts as 0.
-__device__ __forceinline__ float silu(float value) {
+// 1 / (1 + 2^exponent), in few instructions: what is not a normal number counts as 0.
+__device__ __forceinline__ float inverse_of_power(float exponent) {
   float power, inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value * -1.442695041f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
-  return value * inverse;
+  return inverse;
 }
+
+constexpr float kSiluExponent = -1.442695041f;  // -1 / ln 2
+
+// value / (1 + exp(-value)).
+__device__ __forceinline__ float silu(float value) { return value * inverse_of_power(value * kSiluExponent); }
 
 // ---- Reductions; the order is fixed, and every participating thread gets the result ----
 

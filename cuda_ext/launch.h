@@ -48,27 +48,41 @@ cudaError_t silu_mul(void* out, const void* gate_up, int num_tokens, int interme
 cudaError_t matvec(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
                    Dtype dtype, Dtype out_dtype, cudaStream_t stream);
 
-// The same for 1 <= m <= 128, on compute capability 9.0 only (others: cudaErrorNotSupported); for more than 8 rows.
-cudaError_t linear_hopper(void* out, const void* x, const void* weight, int num_rows, int out_features,
-                          int in_features, Dtype dtype, Dtype out_dtype, cudaStream_t stream);
+// A norm between two products needs no kernel of its own. The first product (add_linear_hopper, add_linear_wide) adds to
+// the residual and leaves, of each row, the residual times the norm's weights in `scaled` and the residual's sum of squares
+// in `sums`: int64 [num_rows], in units of 2^-28, so that the order of the CTAs that add to it makes no difference. It
+// sets other_sums [num_rows] to zero: two arrays, zero at first, serve a chain of products in turn. The second product,
+// which gets `scaled` as x, divides what it computes of row m by sqrt(sums[m] 2^-28 / in_features + eps).
+// Without a norm behind it the first product gets scaled, sums and norm null and writes the residual only (and zeros to
+// other_sums, if that is not null); without one ahead of it the second product gets sums null.
+
+// out as by matvec for 1 <= m <= 128, on compute capability 9.0 only (others: cudaErrorNotSupported); for more than 8 rows.
+cudaError_t linear_hopper(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
+                          int out_features, int in_features, float eps, Dtype dtype, Dtype out_dtype,
+                          cudaStream_t stream);
+
+// residual += x * weight^T, rounded to dtype, and what the norm needs. out_features is a multiple of 8.
+cudaError_t add_linear_hopper(void* residual, void* scaled, int64_t* sums, int64_t* other_sums, const void* x,
+                              const void* weight, const void* norm, int num_rows, int out_features, int in_features,
+                              Dtype dtype, cudaStream_t stream);
 
 // silu_mul of linear_hopper without rounding between: weight [2 * out_features, in_features], gate rows, then up rows;
 // out_features is a multiple of 8.
-cudaError_t gated_linear_hopper(void* out, const void* x, const void* weight, int num_rows, int out_features,
-                                int in_features, Dtype dtype, cudaStream_t stream);
+cudaError_t gated_linear_hopper(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
+                                int out_features, int in_features, float eps, Dtype dtype, cudaStream_t stream);
 
 // The same for any number of rows from 1 on, better for many; out_features a multiple of 8.
-cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
-                              int in_features, Dtype dtype, cudaStream_t stream);
+cudaError_t gated_linear_wide(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
+                              int out_features, int in_features, float eps, Dtype dtype, cudaStream_t stream);
 
 // linear_hopper for any number of rows, made for 129 to 256 and few features: out_features and in_features multiples of 8.
-cudaError_t linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
-                        Dtype dtype, cudaStream_t stream);
+cudaError_t linear_wide(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
+                        int out_features, int in_features, float eps, Dtype dtype, cudaStream_t stream);
 
-// out[m, n] += sum_k x[m, k] * weight[n, k], rounded to dtype, made for 129 to 256 rows on compute capability 9.0; both
-// sizes are multiples of 8.
-cudaError_t add_linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features,
-                            int in_features, Dtype dtype, cudaStream_t stream);
+// add_linear_hopper for any number of rows, made for 129 to 256.
+cudaError_t add_linear_wide(void* residual, void* scaled, int64_t* sums, int64_t* other_sums, const void* x,
+                            const void* weight, const void* norm, int num_rows, int out_features, int in_features,
+                            Dtype dtype, cudaStream_t stream);
 
 // sampled[m] and last_tokens[rows[m]] = the n with the largest sum_k x[m, k] * weight[n, k], the lowest of equal ones, for
 // 1 <= m <= 256 where linear_hopper works; row -1 is padding and gets -1. ranks: [num_rows], zero before and after.

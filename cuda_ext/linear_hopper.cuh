@@ -1,5 +1,5 @@
-// What linear_hopper and argmax_linear_hopper share: how CTAs share the work, the ring of tiles and the warps that fill
-// it, and the products.
+// What linear_hopper, add_linear_hopper and argmax_linear_hopper share: how CTAs share the work, the ring of tiles and the
+// warps that fill it, and the products.
 #pragma once
 
 #include "wgmma.cuh"
@@ -43,6 +43,7 @@ struct Part {
   int first_chunk, end_chunk;
   int first_unit;
   int first_row, num_rows;  // of x
+  int own_pieces;           // of 8 rows each: the CTAs that split K have them in turn
 
   __device__ explicit Part(const Work& work) {
     const Layout& layout = work.layout;
@@ -55,6 +56,7 @@ struct Part {
     const int rows = ceil_div(work.num_rows, layout.halves);
     first_row = half * rows;
     num_rows = min(rows, work.num_rows - first_row);
+    own_pieces = (ceil_div(num_rows, 8) - split + layout.splits - 1) / layout.splits;
   }
 };
 
@@ -174,12 +176,12 @@ __device__ __forceinline__ void multiply_unit(float (&sums)[kRows / 2], const Ri
   release(previous);
 }
 
-// Sets up the ring and runs the CTA's warps: of each unit, the multiplying warps hand their sums to `finish`. All CTAs of
-// a cluster have read their rings by then.
-template <typename T, int kRows, typename Finish>
+// Sets up the ring and runs the CTA's warps: the multiplying ones call `prepare` once the previous kernel has ended, and of
+// each unit they hand their sums to `finish`. All CTAs of a cluster have read their rings by then.
+template <typename T, int kRows, typename Prepare, typename Finish>
 __device__ __forceinline__ void multiply_units(const Ring<kRows>& ring, const CUtensorMap& x_map,
                                                const CUtensorMap& weight_map, const Work& work, const Part& part,
-                                               const Finish& finish) {
+                                               const Prepare& prepare, const Finish& finish) {
   const Layout& layout = work.layout;
   const bool alone = layout.cluster_size() == 1;
   const int warp = threadIdx.x / kWarpSize;
@@ -216,6 +218,7 @@ __device__ __forceinline__ void multiply_units(const Ring<kRows>& ring, const CU
     meet_cluster();
   } else {
     wait_for_previous_kernel();
+    prepare();
     Turn turn;
     Release<kRows> release(ring, layout, part);
     float sums[kRows / 2];

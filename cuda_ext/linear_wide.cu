@@ -1,11 +1,11 @@
-// out[m, n] = sum_k x[m, k] * weight[n, k], or that added to out and rounded once, for 129 to 256 rows, few features and
-// K so short that there is nothing to gain from splitting it.
+// out[m, n] = sum_k x[m, k] * weight[n, k], or that added to out and rounded once, with a norm ahead or behind (launch.h),
+// for 129 to 256 rows, few features and K so short that there is nothing to gain from splitting it.
 // x [M, K], weight [N, K], out [M, N] of one 16-bit dtype; contiguous.
 // Mapping: as linear_wide.cuh has it: a CTA has one tile of 64 tokens by 64 or 96 features and one warpgroup; two CTAs
 //   share the weights.
 // Traffic: 2 M N K flop, bound by what shared memory takes in and gives to the tensor cores.
 // Limits: bf16 or fp16; K and N multiples of 8; compute capability 9.0.
-#include "linear_wide.cuh"
+#include "linear_wide_norm.cuh"
 
 #pragma nv_diag_suppress 177  // unused: elsewhere than on sm_90a the kernel is empty
 
@@ -24,97 +24,129 @@ template <int columns>
 constexpr int kPitch = columns + 8;
 
 template <int columns>
-union Shared {
-  Ring<Tile<columns>, kRingBytes> ring;
-  float sums[kTokens][kPitch<columns>];
+struct Shared {
+  union {
+    Ring<Tile<columns>, kRingBytes> ring;
+    float sums[kTokens][kPitch<columns>];
+  };
+  float scales[kTokens];    // by the norm ahead
+  uint4 norm[columns / 8];  // weights of the norm behind
 };
 
-template <typename T, bool add, int columns>
-__device__ __forceinline__ void store(T* out, float (*rows)[kPitch<columns>], const Walk& tile,
+template <typename T>
+struct Plain {
+  static constexpr bool kAdds = false;
+  T* out;
+  RowScale scale;
+};
+
+template <typename T, typename Out, int columns>
+__device__ __forceinline__ void store(const Out& to, Shared<columns>& s, const Walk& tile,
                                       const float (&sums)[columns / 2]) {
-  constexpr int row_pieces = columns / 8;
-  constexpr int pieces = kWarpRows * row_pieces / kWarpSize;  // of 8 features, of a lane
-  const int lane = threadIdx.x % kWarpSize;
-  const int first_row = threadIdx.x / kWarpSize * kWarpRows;
-  uint4 old[pieces];
-  T* target[pieces];
+  constexpr int pieces = columns / 32;  // every fourth 8 features of two rows are a lane's
+  // Calls function(u, i, piece, exists, offset in out) for each of them.
+  const auto for_each_piece = [&](const auto& function) {
 #pragma unroll
-  for (int i = 0; i < pieces; ++i) {
-    const int piece = i * kWarpSize + lane;
-    const int row = tile.token + first_row + piece / row_pieces;
-    const int feature = tile.feature + piece % row_pieces * 8;
-    const bool exists = row < tile.work.num_rows && feature < tile.work.num_features;
-    target[i] = exists ? out + static_cast<int64_t>(row) * tile.work.num_features + feature : nullptr;
-    if (add && exists) old[i] = load16(target[i]);
+    for (int i = 0; i < 2 * pieces; ++i) {
+      const int u = i / pieces;
+      const int piece = threadIdx.x % 4 + i % pieces * 4;
+      const int row = tile.token + own_row() + 8 * u;
+      const int feature = tile.feature + piece * 8;
+      const bool exists = row < tile.work.num_rows && feature < tile.work.num_features;
+      function(u, i, piece, exists, static_cast<int64_t>(row) * tile.work.num_features + feature);
+    }
+  };
+  uint4 old[2 * pieces] = {};
+  float scales[2];
+  float squares[2] = {};
+  if constexpr (Out::kAdds) {
+    for_each_piece([&](int, int i, int, bool exists, int64_t at) {
+      if (exists) old[i] = load16(to.out + at);
+    });
+    copy_wait<0>();
+  } else {
+    for (int u = 0; u < 2; ++u) scales[u] = s.scales[own_row() + 8 * u];
   }
   named_barrier(1, Tile<columns>::kMultipliers);  // all warps have read the ring
 #pragma unroll
   for (int i = 0; i < columns / 2; i += 2) {
-    const int row = own_row() + i / 2 % 2 * 8;
-    *reinterpret_cast<float2*>(&rows[row][first_column() + i / 4 * 8]) = make_float2(sums[i], sums[i + 1]);
+    const int u = i / 2 % 2;
+    const float scale = Out::kAdds ? 1.0f : scales[u];
+    *reinterpret_cast<float2*>(&s.sums[own_row() + 8 * u][first_column() + i / 4 * 8]) =
+        make_float2(sums[i] * scale, sums[i + 1] * scale);
   }
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < pieces; ++i) {
-    const int piece = i * kWarpSize + lane;
-    const float4* from = reinterpret_cast<const float4*>(&rows[first_row + piece / row_pieces][piece % row_pieces * 8]);
+  for_each_piece([&](int u, int i, int piece, bool exists, int64_t at) {
+    const float4* from = reinterpret_cast<const float4*>(&s.sums[own_row() + 8 * u][piece * 8]);
     const float4 low = from[0], high = from[1];
     float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    if (target[i] == nullptr) continue;
-    if constexpr (add) {
-      float before[8];
-      unpack8<T>(old[i], before);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) values[j] += before[j];
+    if constexpr (Out::kAdds) {
+      squares[u] += to.add(exists, at, old[i], values, s.norm[piece]);
+    } else if (exists) {
+      store16(to.out + at, pack8<T>(values));
     }
-    store16(target[i], pack8<T>(values));
-  }
+  });
+  if constexpr (Out::kAdds) to.add_squares_of_lanes(tile, squares);
 }
 
-template <typename T, bool add, int columns>
+template <typename T, typename Out, int columns>
 __global__ __launch_bounds__(Tile<columns>::kThreads) void linear_wide_kernel(
-    T* out, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map,
+    const Out to, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map,
     const __grid_constant__ Work work) {
   if constexpr (kHopperCode) {
     extern __shared__ __align__(kTileAlignment) uint8_t shared_bytes[];
     auto& s = *reinterpret_cast<Shared<columns>*>(shared_bytes);
-    multiply_tiles<T>(s.ring, x_map, weight_map, work, Part(work),
-                      [&](const Walk& tile, const float (&sums)[columns / 2]) {
-                        store<T, add, columns>(out, s.sums, tile, sums);
-                      });
+    multiply_tiles<T>(
+        s.ring, x_map, weight_map, work, Part(work),
+        [&](const Walk& tile, const float (&sums)[columns / 2]) { store<T>(to, s, tile, sums); },
+        [&](const Walk& tile) {
+          if constexpr (Out::kAdds) {
+            to.template begin<Tile<columns>>(s.norm, tile);
+          } else {
+            read_scales<Tile<columns>>(to.scale, tile, [&](int token, float value) { s.scales[token] = value; });
+          }
+        });
   }
 }
 
 // In tiles of 64 features if all of them find an SM at once.
-template <bool add>
-cudaError_t start(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
-                  Dtype dtype, cudaStream_t stream) {
-  if (!is_supported(x, weight, num_rows, out_features, in_features, out)) return cudaErrorInvalidValue;
-  return dispatch_hopper(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    const int pairs = device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2;
-    const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, 2 * kTokens)) * ceil_div(out_features, 64);
-    return dispatch_int<64, 96>(tiles <= pairs ? 64 : 96, [&](auto columns) {
-      using F = Tile<columns()>;
-      const Work work = plan_work<F>(num_rows, out_features, in_features, false);
-      return launch_tiles<F, false>(linear_wide_kernel<T, add, columns()>, sizeof(Shared<columns()>), x, weight,
-                                    out_features, in_features, work, stream, static_cast<T*>(out));
-    });
+template <typename T, typename Out>
+cudaError_t start(const Out& to, const void* x, const void* weight, int num_rows, int out_features, int in_features,
+                  cudaStream_t stream) {
+  const int pairs = device_attribute(cudaDevAttrMultiProcessorCount, 2) / 2;
+  const int64_t tiles = static_cast<int64_t>(ceil_div(num_rows, 2 * kTokens)) * ceil_div(out_features, 64);
+  return dispatch_int<64, 96>(tiles <= pairs ? 64 : 96, [&](auto columns) {
+    using F = Tile<columns()>;
+    const Work work = plan_work<F>(num_rows, out_features, in_features, false);
+    return launch_tiles<F, false>(linear_wide_kernel<T, Out, columns()>, sizeof(Shared<columns()>), x, weight,
+                                  out_features, in_features, work, stream, to);
   });
 }
 
 }  // namespace
 
-cudaError_t add_linear_whole(void* out, const void* x, const void* weight, int num_rows, int out_features,
-                             int in_features, Dtype dtype, cudaStream_t stream) {
-  return start<true>(out, x, weight, num_rows, out_features, in_features, dtype, stream);
+template <typename T>
+cudaError_t add_linear_whole(const Residual<T>& residual, const void* x, const void* weight, int num_rows,
+                             int out_features, int in_features, cudaStream_t stream) {
+  return start<T>(residual, x, weight, num_rows, out_features, in_features, stream);
 }
+template cudaError_t add_linear_whole(const Residual<__nv_bfloat16>&, const void*, const void*, int, int, int,
+                                      cudaStream_t);
+template cudaError_t add_linear_whole(const Residual<__half>&, const void*, const void*, int, int, int, cudaStream_t);
 
 }  // namespace wide
 
-cudaError_t linear_wide(void* out, const void* x, const void* weight, int num_rows, int out_features, int in_features,
-                        Dtype dtype, cudaStream_t stream) {
-  return wide::start<false>(out, x, weight, num_rows, out_features, in_features, dtype, stream);
+cudaError_t linear_wide(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
+                        int out_features, int in_features, float eps, Dtype dtype, cudaStream_t stream) {
+  using namespace wide;
+  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
+                         is_aligned16(out);
+  if (!supported) return cudaErrorInvalidValue;
+  return dispatch_hopper(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const Plain<T> to{static_cast<T*>(out), RowScale(sums, in_features, eps)};
+    return start<T>(to, x, weight, num_rows, out_features, in_features, stream);
+  });
 }
 
 }  // namespace tinyvllm

@@ -202,10 +202,16 @@ __device__ __forceinline__ int own_row() {
 }
 __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * 2; }
 
+struct Nothing {
+  __device__ void operator()(const Walk&) const {}
+};
+
 // Sets up the ring and runs the CTA's warps: of each tile, the multiplying warps hand their sums to finish(tile, sums).
-template <typename T, typename Ring, typename Finish>
+// Ahead of its products, behind the wait for the previous kernel, they call begin(tile).
+template <typename T, typename Ring, typename Finish, typename Begin = Nothing>
 __device__ __forceinline__ void multiply_tiles(Ring& ring, const CUtensorMap& x_map, const CUtensorMap& weight_map,
-                                               const Work& work, const Part& part, const Finish& finish) {
+                                               const Work& work, const Part& part, const Finish& finish,
+                                               const Begin& begin = {}) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Ring::kSlots; ++i) {
       init_barrier(shared_address(&ring.full[i]), 2);
@@ -229,6 +235,7 @@ __device__ __forceinline__ void multiply_tiles(Ring& ring, const CUtensorMap& x_
     Turn turn;
     float sums[Ring::kColumns / 2];
     for (Walk tile(work, part); tile.exists(); tile.advance()) {
+      begin(tile);
       multiply<T>(sums, ring, turn, part);
       finish(tile, sums);
     }
@@ -294,9 +301,5 @@ cudaError_t launch_tiles(Kernel kernel, size_t shared_bytes, const void* x, cons
   return launch_clusters(kernel, clusters * size, Form::kThreads, size, shared_bytes, stream, arguments..., x_map,
                          weight_map, work);
 }
-
-// out += x @ weight^T without splitting K; out_features is a multiple of 8.
-cudaError_t add_linear_whole(void* out, const void* x, const void* weight, int num_rows, int out_features,
-                             int in_features, Dtype dtype, cudaStream_t stream);
 
 }  // namespace tinyvllm::wide

@@ -29,6 +29,10 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
     width = (Q + 2 * K) * D
     tokens = {"num_tokens": T, "hidden_size": H, "dtype": dtype}
     sequences = {"rows": new(S), "context_lens": new(S), "block_table": new(MAX_SEQS, WIDTH)}
+    x_and_weight = {"x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)}
+    product = {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype}
+    residual = {name: new(T, N, dtype=act) for name in ("residual", "scaled")}
+    residual |= {name: new(T, dtype=I64) for name in ("sums", "other_sums")}
     limits = {"temperature": F32, "top_k": I32, "top_p": F32, "min_p": F32, "seeds": I64, "last_tokens": I32}
     return {
         "embedding": (
@@ -57,25 +61,25 @@ def calls(act: torch.dtype = BF16) -> dict[str, Call]:
             {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype, "out_dtype": dtype},
         ),
         "linear_hopper": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype, "out_dtype": dtype},
+            {"out": new(T, N, dtype=act), **x_and_weight, "sums": new(T, dtype=I64), "eps": 0.5},
+            {**product, "out_dtype": dtype, "eps": 0.5},
         ),
+        "add_linear_hopper": ({**residual, **x_and_weight, "norm": new(N, dtype=act)}, product),
         "gated_linear_hopper": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
+            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)}
+            | {"sums": new(T, dtype=I64), "eps": 0.5},
+            {**product, "eps": 0.5},
         ),
         "gated_linear_wide": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
+            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(2 * N, H, dtype=act)}
+            | {"sums": new(T, dtype=I64), "eps": 0.5},
+            {**product, "eps": 0.5},
         ),
         "linear_wide": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
+            {"out": new(T, N, dtype=act), **x_and_weight, "sums": new(T, dtype=I64), "eps": 0.5},
+            {**product, "eps": 0.5},
         ),
-        "add_linear_wide": (
-            {"out": new(T, N, dtype=act), "x": new(T, H, dtype=act), "weight": new(N, H, dtype=act)},
-            {"num_rows": T, "out_features": N, "in_features": H, "dtype": dtype},
-        ),
+        "add_linear_wide": ({**residual, **x_and_weight, "norm": new(N, dtype=act)}, product),
         "argmax_linear_hopper": (
             {"sampled": new(S), "last_tokens": new(MAX_SEQS), "ranks": new(S, dtype=I64), "x": new(S, H, dtype=act)}
             | {"weight": new(V, H, dtype=act), "rows": new(S)},

@@ -33,14 +33,15 @@ def main() -> None:
         t.test_matvec("cuda", rows, 576, 1536)
     lin.REPEATS = 2
     for rows in (9, 40, 128):
-        lin.test_linear_hopper("cuda", rows, 301, 264)
-        lin.test_linear_hopper("cuda", rows, 576, 1536)
-        lin.test_gated_linear_hopper("cuda", rows, 296, 264)
+        lin.test_linear_hopper("cuda", rows, 301, 264, False)
+        lin.test_linear_hopper("cuda", rows, 576, 1536, True)
+        lin.test_add_linear_hopper("cuda", rows, 576, 1536)
+        lin.test_gated_linear_hopper("cuda", rows, 296, 264, True)
         lin.test_argmax_linear_hopper("cuda", rows, 301, 264)
-    lin.test_gated_linear_wide("cuda", 300, 136, 264)
-    lin.test_gated_linear_wide("cuda", 180, 136, 264)
+    lin.test_gated_linear_wide("cuda", 300, 136, 264, True)
+    lin.test_gated_linear_wide("cuda", 180, 136, 264, True)
     for rows in (180, 200):
-        lin.test_linear_wide("cuda", rows, 136, 520)
+        lin.test_linear_wide("cuda", rows, 136, 520, True)
         lin.test_add_linear_wide("cuda", rows, 136, 520)
         lin.test_add_linear_wide("cuda", rows, 136, 8192)
         lin.test_argmax_linear_hopper("cuda", rows, 301, 264)

@@ -49,6 +49,7 @@ def test_the_kernels_of_a_hopper_step_are_timed(monkeypatch: pytest.MonkeyPatch)
     assert {("argmax_linear_hopper", "logits", 9), ("gated_linear_hopper", "gate_up", 9)} <= timed
     assert {("gated_linear_wide", "gate_up", 129), ("add_linear_wide", "down", 129)} <= timed
     assert {("linear_wide", "qkv", 129), ("add_linear_wide", "o", 129)} <= timed
+    assert ("add_linear_hopper", "o", 9) in timed
     assert ("argmax_linear_hopper", "logits", 129) not in timed
 
 

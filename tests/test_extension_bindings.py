@@ -23,6 +23,7 @@ from tinyvllm_cli import ops
 BINDINGS = toolchain.SOURCE_FOLDER / "bindings.cpp"
 CALL_H = toolchain.SOURCE_FOLDER / "call.h"
 DECODE_STEP_OP_H = toolchain.SOURCE_FOLDER / "decode_step_op.h"
+LINEAR_OP_H = toolchain.SOURCE_FOLDER / "linear_op.h"
 LAUNCH_H = toolchain.SOURCE_FOLDER / "launch.h"
 STUBS = {
     "cuda_runtime_api.h": """
@@ -109,6 +110,7 @@ def recorder() -> Any:
         BINDINGS.read_text(),
         CALL_H.read_text(),
         DECODE_STEP_OP_H.read_text(),
+        LINEAR_OP_H.read_text(),
         LAUNCH_H.read_text(),
         Path(__file__).read_text(),
         torch.__version__,
@@ -183,7 +185,7 @@ TENSORS = [
 @pytest.mark.parametrize(("op", "name"), TENSORS)
 def test_faulty_tensor_is_refused_by_name(recorder: Any, op: str, name: str, fault: str) -> None:
     arguments, _ = calls()[op]
-    scratch = name in {"workspace", "counters", "ranks", "parts"}
+    scratch = name in {"workspace", "counters", "ranks", "parts", "sums", "other_sums"}
     if fault == "deeper" and scratch:
         assert run(recorder, op, {**arguments, name: deeper(arguments[name])})
         return

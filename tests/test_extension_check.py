@@ -131,6 +131,7 @@ BAD_CALLS = [
 BAD_CALLS_OF = {
     "matvec": [("num_rows", 9)],
     "linear_hopper": [("num_rows", 129), ("in_features", 12)],
+    "add_linear_hopper": [("num_rows", 129), ("in_features", 12), ("out_features", 12)],
     "gated_linear_hopper": [("num_rows", 129), ("in_features", 12), ("out_features", 12)],
     "gated_linear_wide": [("num_rows", 0), ("in_features", 12), ("out_features", 12)],
     "linear_wide": [("num_rows", 0), ("in_features", 12), ("out_features", 12)],

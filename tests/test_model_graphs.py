@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_model import generate, random_prompts
 
-from tinyvllm_cli import gemm
+from tinyvllm_cli import gemm, ops
 from tinyvllm_cli.bench.shapes import SHAPES
 from tinyvllm_cli.llm import LLM
 from tinyvllm_cli.memory.plan import Limits, plan_buffers
@@ -105,6 +105,21 @@ def test_greedy_decodes_store_no_logits(folder: Path, monkeypatch: pytest.Monkey
     assert generate(llm, PROMPTS, 14) == expected
     decodes = [key for key in llm.runner.graphs.captured if not isinstance(key[0], StepSize)]
     assert any(inside for _, _, inside, _ in decodes)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 3}])
+def test_norms_that_products_do_change_no_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    expected = generate(LLM(folder, device="cpu"), PROMPTS, 14, **params)
+    chained = []
+    monkeypatch.setattr(gemm, "suits_hopper", lambda x: True)
+    monkeypatch.setattr(gemm, "norms_can_wait", lambda x, *_: chained.append(len(x)) or len(x) <= 100)
+    llm = LLM(folder, device="cpu", max_batched_tokens=128)
+    llm.runner.model.ops = ops  # the references of the kernels, and what calls them
+    assert generate(llm, PROMPTS, 14, **params) == expected
+    assert min(chained) <= 100 < max(chained)
+    assert not llm.runner.buffers["row_words"].any()
 
 
 def test_a_key_is_captured_when_it_comes_again_and_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,49 +21,69 @@ def _needs_hopper(device: str) -> None:
         pytest.skip("needs compute capability 9.0")
 
 
+def row_scale(g: torch.Generator, x: torch.Tensor) -> tuple[ops.RowScale, torch.Tensor]:
+    """For x [T, in], and by what its rows are to be multiplied: fp64 [T, 1]."""
+    squares = (torch.rand(len(x), generator=g, dtype=torch.float64) * 3 + 0.3) * x.size(1)
+    sums = (squares * 2**28).long()
+    factors = (sums / 2**28 / x.size(1) + 1e-3).rsqrt().unsqueeze(1)
+    return ops.RowScale(sums.to(x.device), 1e-3), factors.to(x.device)
+
+
+def inputs(
+    g: torch.Generator, rows: int, n: int, k: int, dtype: torch.dtype, device: str, std: float, scaled: bool
+) -> tuple[torch.Tensor, torch.Tensor, ops.RowScale | None, torch.Tensor, torch.Tensor]:
+    """x, weight, the scale of x's rows if there is one, and x after it, in fp64 and rounded."""
+    x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=std)
+    if not scaled:
+        return x, weight, None, x.double(), x
+    scale, factors = row_scale(g, x)
+    return x, weight, scale, x.double() * factors, (x.double() * factors).to(dtype)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("n", "k"), [(3072, 2048), (2048, 8192), (9001, 576), (576, 1536), (8, 8), (301, 264)])
-def test_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
+def test_linear_hopper(device: str, rows: int, n: int, k: int, scaled: bool) -> None:
     for dtype, g in each_dtype(device):
-        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
-        exact, plain = x.double() @ weight.double().t(), functional.linear(x, weight)
+        x, weight, scale, exact_x, plain_x = inputs(g, rows, n, k, dtype, device, 0.05, scaled)
+        exact, plain = exact_x @ weight.double().t(), functional.linear(plain_x, weight)
         for out_dtype in {dtype, torch.float32}:
             outs = []
             for _ in range(REPEATS if device == "cuda" else 1):
                 outs.append(poisoned(rows, n, dtype=out_dtype, device=device))
-                ops.linear_hopper(outs[-1], x, weight)
+                ops.linear_hopper(outs[-1], x, weight, scale)
             assert all(torch.equal(out, outs[0]) for out in outs)
             check(outs[0], exact.cpu(), plain)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("n", "k"), [(8192, 512), (2048, 2048), (9000, 64), (576, 1536), (8, 8), (296, 264)])
-def test_gated_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
+def test_gated_linear_hopper(device: str, rows: int, n: int, k: int, scaled: bool) -> None:
     for dtype, g in each_dtype(device):
-        x = randn(g, rows, k, dtype=dtype, device=device)
-        weight = randn(g, 2 * n, k, dtype=dtype, device=device, std=0.1)
+        x, weight, scale, exact_x, plain_x = inputs(g, rows, 2 * n, k, dtype, device, 0.1, scaled)
         out = poisoned(rows, n, dtype=dtype, device=device)
-        ops.gated_linear_hopper(out, x, weight)
-        gate, up = (x.double() @ weight.double().t()).cpu().chunk(2, -1)
-        plain_gate, plain_up = functional.linear(x, weight).chunk(2, -1)
+        ops.gated_linear_hopper(out, x, weight, scale)
+        gate, up = (exact_x @ weight.double().t()).cpu().chunk(2, -1)
+        plain_gate, plain_up = functional.linear(plain_x, weight).chunk(2, -1)
         check(out, functional.silu(gate) * up, functional.silu(plain_gate) * plain_up)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     "rows", [1, 129, 160, 161, 200, 255, 257, 384, 1000, 2500] if torch.cuda.is_available() else [83]
 )
 @pytest.mark.parametrize(("n", "k"), [(8192, 2048), (1536, 576), (136, 264), (8, 8)])
-def test_gated_linear_wide(device: str, rows: int, n: int, k: int) -> None:
+def test_gated_linear_wide(device: str, rows: int, n: int, k: int, scaled: bool) -> None:
     for dtype, g in each_dtype(device):
-        x = randn(g, rows, k, dtype=dtype, device=device)
-        weight = randn(g, 2 * n, k, dtype=dtype, device=device, std=0.1)
+        x, weight, scale, exact_x, plain_x = inputs(g, rows, 2 * n, k, dtype, device, 0.1, scaled)
         outs = []
         for _ in range(REPEATS if device == "cuda" else 1):
             outs.append(poisoned(rows, n, dtype=dtype, device=device))
-            ops.gated_linear_wide(outs[-1], x, weight)
+            ops.gated_linear_wide(outs[-1], x, weight, scale)
         assert all(torch.equal(out, outs[0]) for out in outs)
-        gate, up = (x.double() @ weight.double().t()).cpu().chunk(2, -1)
-        plain_gate, plain_up = functional.linear(x, weight).chunk(2, -1)
+        gate, up = (exact_x @ weight.double().t()).cpu().chunk(2, -1)
+        plain_gate, plain_up = functional.linear(plain_x, weight).chunk(2, -1)
         check(outs[0], functional.silu(gate) * up, functional.silu(plain_gate) * plain_up)
 
 
@@ -76,17 +97,51 @@ def test_wide_use() -> None:
 WIDE_ROWS = [1, 129, 161, 200, 256, 300] if torch.cuda.is_available() else [83]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("rows", WIDE_ROWS)
 @pytest.mark.parametrize(("n", "k"), [(3072, 2048), (2048, 2048), (9000, 264), (576, 1536), (136, 264), (8, 8)])
-def test_linear_wide(device: str, rows: int, n: int, k: int) -> None:
+def test_linear_wide(device: str, rows: int, n: int, k: int, scaled: bool) -> None:
     for dtype, g in each_dtype(device):
-        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
+        x, weight, scale, exact_x, plain_x = inputs(g, rows, n, k, dtype, device, 0.05, scaled)
         outs = []
         for _ in range(REPEATS if device == "cuda" else 1):
             outs.append(poisoned(rows, n, dtype=dtype, device=device))
-            ops.linear_wide(outs[-1], x, weight)
+            ops.linear_wide(outs[-1], x, weight, scale)
         assert all(torch.equal(out, outs[0]) for out in outs)
-        check(outs[0], (x.double() @ weight.double().t()).cpu(), functional.linear(x, weight))
+        check(outs[0], (exact_x @ weight.double().t()).cpu(), functional.linear(plain_x, weight))
+
+
+def check_add(add: Callable[..., None], device: str, rows: int, n: int, k: int) -> None:
+    for dtype, g in each_dtype(device):
+        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
+        before, norm = randn(g, rows, n, dtype=dtype, device=device), randn(g, n, dtype=dtype, device=device)
+        results = []
+        for _ in range(REPEATS if device == "cuda" else 1):
+            sums, other = torch.full((2, 2 * rows), 5, device=device)
+            sums[:rows] = 0
+            results.append((before.clone(), poisoned(rows, n, dtype=dtype, device=device), sums, other))
+            add(*results[-1], x, weight, norm)
+            assert other.tolist() == [0] * rows + [5] * rows
+            assert sums[rows:].tolist() == [5] * rows
+        residual, scaled, sums, _ = results[0]
+        assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+        exact = before.double() + x.double() @ weight.double().t()
+        check(residual, exact.cpu(), before + functional.linear(x, weight))
+        assert torch.equal(scaled, (residual.float() * norm.float()).to(dtype))
+        squares = residual.double().square().sum(1)
+        assert (sums[:rows].double() / 2**28 - squares).abs().max() <= 1e-5 * squares.max()
+        alone, other = before.clone(), torch.full((rows,), 5, device=device)
+        add(alone, None, None, other, x, weight, None)
+        assert torch.equal(alone, residual)
+        assert not other.any()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("n", "k"), [(2048, 8192), (2048, 2048), (3072, 512), (9000, 264), (576, 1536), (136, 264), (8, 8)]
+)
+def test_add_linear_hopper(device: str, rows: int, n: int, k: int) -> None:
+    check_add(ops.add_linear_hopper, device, rows, n, k)
 
 
 @pytest.mark.parametrize("rows", WIDE_ROWS)
@@ -94,15 +149,7 @@ def test_linear_wide(device: str, rows: int, n: int, k: int) -> None:
     ("n", "k"), [(2048, 8192), (2048, 2048), (3072, 512), (9000, 264), (576, 1536), (136, 264), (8, 8)]
 )
 def test_add_linear_wide(device: str, rows: int, n: int, k: int) -> None:
-    for dtype, g in each_dtype(device):
-        x, weight = randn(g, rows, k, dtype=dtype, device=device), randn(g, n, k, dtype=dtype, device=device, std=0.05)
-        before = randn(g, rows, n, dtype=dtype, device=device)
-        residuals = [before.clone() for _ in range(REPEATS if device == "cuda" else 1)]
-        for residual in residuals:
-            ops.add_linear_wide(residual, x, weight)
-        assert all(torch.equal(residual, residuals[0]) for residual in residuals)
-        exact = before.double() + x.double() @ weight.double().t()
-        check(residuals[0], exact.cpu(), before + functional.linear(x, weight))
+    check_add(ops.add_linear_wide, device, rows, n, k)
 
 
 @pytest.mark.parametrize("rows", [*ROWS, *([129, 161, 192, 200, 256] if torch.cuda.is_available() else [])])

@@ -85,6 +85,19 @@ def suits_add_wide(x: Tensor, weight: Tensor) -> bool:
     return suits_linear_wide(x, weight) if weight.size(1) < SPLIT_MIN_SIZE else _fits_wide(x, weight, 128, 8)
 
 
+def norms_can_wait(x: Tensor, qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether the products of a layer of x [T, H] do the norms between them, see `ops.RowScale`.
+
+    Not in fp16, where the residual times a norm's weights may be too large.
+    """
+    if x.dtype != torch.bfloat16:
+        return False
+    if suits_hopper(x):
+        return o.size(0) % 8 == 0
+    adds = suits_add_wide(x, o) and suits_add_wide(x, down)
+    return adds and suits_linear_wide(x, qkv) and suits_wide(x, gate_up)
+
+
 def wide_use(rows: int, features: int, num_sms: int) -> float:
     """The wanted share of what `gated_linear_wide` computes.
 

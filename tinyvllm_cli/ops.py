@@ -9,51 +9,20 @@ features, B blocks. Index tensors are int32 and use -1 for padding. A failed che
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from tinyvllm_cli import gemm
-
-SCHEMAS = {
-    "embedding": "(Tensor(a!) out, Tensor weight, Tensor token_ids) -> ()",
-    "rms_norm": "(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
-    "add_rms_norm": "(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()",
-    "rope_store": "(Tensor(a!) qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor positions, Tensor slots) -> ()",
-    "silu_mul": "(Tensor(a!) out, Tensor gate_up) -> ()",
-    "matvec": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
-    "linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
-    "gated_linear_hopper": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
-    "gated_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
-    "linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
-    "add_linear_wide": "(Tensor(a!) out, Tensor x, Tensor weight) -> ()",
-    "argmax_linear_hopper": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor(c!) ranks, Tensor x, Tensor weight, "
-    "Tensor rows) -> ()",
-    "decode_inputs": "(Tensor(a!) token_ids, Tensor(b!) context_lens, Tensor(c!) next_positions, Tensor last_tokens, "
-    "Tensor rows) -> ()",
-    "decode_parts": "(Tensor(a!) parts, Tensor rows, Tensor context_lens, int num_heads, int num_kv_heads, "
-    "int head_dim, int num_splits, int min_warps) -> ()",
-    "attention_decode": "(Tensor(a!) out, Tensor qkv, Tensor(b!) kv_cache, Tensor rope_table, Tensor block_table, "
-    "Tensor parts, Tensor(c!) workspace, int num_splits, int min_warps, float scale) -> ()",
-    "attention_prefill": "(Tensor(a!) out, Tensor q, Tensor kv_cache, Tensor block_table, Tensor rows, "
-    "Tensor query_start, Tensor context_lens, int max_query_len, float scale) -> ()",
-    "sample": "(Tensor(a!) sampled, Tensor(b!) last_tokens, Tensor logits, Tensor rows, Tensor positions, "
-    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor(c!) workspace, "
-    "Tensor(d!) counters) -> ()",
-    "penalize": "(Tensor(a!) logits, Tensor counts, Tensor rows, Tensor repetition, Tensor presence, "
-    "Tensor frequency) -> ()",
-    "count_tokens": "(Tensor(a!) counts, Tensor sampled, Tensor rows) -> ()",
-    "logprobs": "(Tensor(a!) values, Tensor(b!) token_ids, Tensor logits, Tensor sampled, Tensor rows, "
-    "Tensor num_logprobs) -> ()",
-    "decode_step": "(Tensor(a!) logits, Tensor(b!) sampled, Tensor(c!) last_tokens, Tensor(d!) next_positions, "
-    "Tensor(e!) context_lens, Tensor(f!) kv_cache, Tensor(g!) workspace, Tensor embed, Tensor[] layers, "
-    "Tensor final_norm, Tensor lm_head, Tensor rope_table, Tensor rows, Tensor block_table, Tensor? temperature, "
-    "Tensor? seeds, float eps, float scale, int num_stages, Tensor(h!)? times) -> ()",
-}
+from tinyvllm_cli.schemas import SCHEMAS
 
 _library = torch.library.Library("tinyvllm", "DEF")
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema)
 _ops = torch.ops.tinyvllm
+_UNSCALED = (None, 0.0)
 
 
 def embedding(out: Tensor, weight: Tensor, token_ids: Tensor) -> None:
@@ -93,38 +62,64 @@ def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
     _ops.matvec(out, x, weight)
 
 
-def linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """`matvec` for up to `gemm.HOPPER_MAX_ROWS` rows on compute capability 9.0."""
-    _ops.linear_hopper(out, x, weight)
+class RowScale(NamedTuple):
+    """What `add_linear_norm` has left undone: row t of x is still to be divided by its root mean square.
+
+    sums int64, at least T: of the squares of row t of the residual, in units of 2^-28; eps is added to their mean.
+    """
+
+    sums: Tensor
+    eps: float
 
 
-def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
+def linear_hopper(out: Tensor, x: Tensor, weight: Tensor, scale: RowScale | None = None) -> None:
+    """`matvec` for up to `gemm.HOPPER_MAX_ROWS` rows on compute capability 9.0; the scale is applied to its result."""
+    _ops.linear_hopper(out, x, weight, *(scale or _UNSCALED))
+
+
+def add_linear_hopper(
+    residual: Tensor, scaled: Tensor | None, sums: Tensor | None, other_sums: Tensor | None, x: Tensor, weight: Tensor,
+    norm: Tensor | None,
+) -> None:  # fmt: skip
+    """residual += x @ weight.T, fp32 inside and rounded once, for as many rows as `linear_hopper` takes.
+
+    x [T, in], weight [H, in], residual [T, H]; in and H are multiples of 8. With the weights `norm` [H] of the norm
+    behind it: scaled [T, H] = residual * norm, and the squares of residual's rows are added to `sums`, see `RowScale`.
+    other_sums int64, at least T, becomes zero: two arrays, zero at first, serve a chain of products in turn.
+    """
+    _ops.add_linear_hopper(residual, scaled, sums, other_sums, x, weight, norm)
+
+
+def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor, scale: RowScale | None = None) -> None:
     """out = silu(gate) * up, gate and up = x @ weight.T, all fp32 inside, where `linear_hopper` works.
 
     x [T, in], weight [2I, in]: gate rows, then up rows; out [T, I] of x's dtype; I is a multiple of 8.
     """
-    _ops.gated_linear_hopper(out, x, weight)
+    _ops.gated_linear_hopper(out, x, weight, *(scale or _UNSCALED))
 
 
-def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor, scale: RowScale | None = None) -> None:
     """`gated_linear_hopper` for many tokens, bound by the tensor cores, on compute capability 9.0.
 
     I and in are multiples of 8.
     """
-    _ops.gated_linear_wide(out, x, weight)
+    _ops.gated_linear_wide(out, x, weight, *(scale or _UNSCALED))
 
 
-def linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+def linear_wide(out: Tensor, x: Tensor, weight: Tensor, scale: RowScale | None = None) -> None:
     """out = x @ weight.T, made for 129 to 256 rows and few features, on compute capability 9.0.
 
     x [T, in], weight [N, in], out [T, N] of x's dtype; in and N are multiples of 8.
     """
-    _ops.linear_wide(out, x, weight)
+    _ops.linear_wide(out, x, weight, *(scale or _UNSCALED))
 
 
-def add_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """The same added to `out`, fp32 inside and rounded once."""
-    _ops.add_linear_wide(out, x, weight)
+def add_linear_wide(
+    residual: Tensor, scaled: Tensor | None, sums: Tensor | None, other_sums: Tensor | None, x: Tensor, weight: Tensor,
+    norm: Tensor | None,
+) -> None:  # fmt: skip
+    """`add_linear_hopper` for any number of rows, made for 129 to 256."""
+    _ops.add_linear_wide(residual, scaled, sums, other_sums, x, weight, norm)
 
 
 def argmax_linear_hopper(
@@ -138,14 +133,17 @@ def argmax_linear_hopper(
     _ops.argmax_linear_hopper(sampled, last_tokens, ranks, x, weight, rows)
 
 
-def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out = x @ weight.T. x [T, in], weight [N, in], out [T, N] of x's dtype, or fp32 (logits)."""
+def linear(out: Tensor, x: Tensor, weight: Tensor, scale: RowScale | None = None) -> None:
+    """out = x @ weight.T. x [T, in], weight [N, in], out [T, N] of x's dtype, or fp32 (logits).
+
+    A scale of x's rows only where `gemm.norms_can_wait`.
+    """
     if x.device.type == "cuda" and x.size(0) <= gemm.MATVEC_MAX_ROWS:
         matvec(out, x, weight)
     elif gemm.suits_hopper(x):
-        linear_hopper(out, x, weight)
+        linear_hopper(out, x, weight, scale)
     elif gemm.suits_linear_wide(x, weight) and out.dtype == x.dtype:
-        linear_wide(out, x, weight)
+        linear_wide(out, x, weight, scale)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.t(), out=out)
     elif x.device.type == "cuda":
@@ -155,29 +153,40 @@ def linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def add_linear_norm(
-    out: Tensor, residual: Tensor, projection: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float
-) -> None:
+    out: Tensor, residual: Tensor, projection: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float,
+    sums: Sequence[Tensor] | None = None, *, complete: bool = True,
+) -> RowScale | None:  # fmt: skip
     """residual += x @ weight.T, rounded to its dtype; out = rms_norm(residual) by the weights `norm` [H].
 
-    x [T, in], weight [H, in], out and residual [T, H]; projection [T, H] is room for what lies between.
+    x [T, in], weight [H, in], out and residual [T, H]; projection [T, H] is room for what lies between. sums, where
+    `gemm.norms_can_wait`: two int64 arrays of at least T, the first one zero; the second one becomes zero. If then not
+    complete, the rows of out are as the RowScale says that is returned, for the product behind.
     """
-    if x.size(0) <= gemm.MATVEC_MAX_ROWS or gemm.suits_hopper(x):
+    if sums is not None:
+        add = add_linear_hopper if gemm.suits_hopper(x) else add_linear_wide
+        if not complete:
+            add(residual, out, sums[0], sums[1], x, weight, norm)
+            return RowScale(sums[0], eps)
+        add(residual, None, None, sums[1], x, weight, None)
+        rms_norm(out, residual, norm, eps)
+    elif x.size(0) <= gemm.MATVEC_MAX_ROWS or gemm.suits_hopper(x):
         linear(projection, x, weight)
         add_rms_norm(out, residual, projection, norm, eps)
     elif gemm.suits_add_wide(x, weight):
-        add_linear_wide(residual, x, weight)
+        add_linear_wide(residual, None, None, None, x, weight, None)
         rms_norm(out, residual, norm, eps)
     else:  # cuBLAS adds to what is there, and rounds once
         residual.addmm_(x, weight.t())
         rms_norm(out, residual, norm, eps)
+    return None
 
 
-def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor, scale: RowScale | None = None) -> None:
     """`silu_mul` of `linear`. x [T, in], weight [2I, in], out [T, I]; gate_up [T, 2I] is room for what lies between."""
     if gemm.suits_hopper(x):
-        gated_linear_hopper(out, x, weight)
+        gated_linear_hopper(out, x, weight, scale)
     elif gemm.suits_wide(x, weight):
-        gated_linear_wide(out, x, weight)
+        gated_linear_wide(out, x, weight, scale)
     else:
         linear(gate_up, x, weight)
         silu_mul(out, gate_up)

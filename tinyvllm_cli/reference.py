@@ -10,6 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from tinyvllm_cli import ops
+from tinyvllm_cli.reference_products import (  # noqa: F401 - registered at the end
+    add_linear_hopper,
+    add_linear_wide,
+    argmax_linear_hopper,
+    gated_linear_hopper,
+    gated_linear_wide,
+    linear_hopper,
+    linear_wide,
+    matvec,
+    take_best,
+)
 
 GROUP_TOKENS = 512
 """Decode attention reads the cached context in groups of so many tokens."""
@@ -70,53 +81,16 @@ linear = ops.linear
 
 
 def add_linear_norm(
-    out: Tensor, residual: Tensor, projection: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float
-) -> None:
+    out: Tensor, residual: Tensor, projection: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float,
+    sums: object = None, *, complete: bool = True,
+) -> None:  # fmt: skip
     linear(projection, x, weight)
     add_rms_norm(out, residual, projection, norm, eps)
 
 
-def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+def gated_linear(out: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor, scale: object = None) -> None:
     linear(gate_up, x, weight)
     silu_mul(out, gate_up)
-
-
-def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    out.copy_(x.float() @ weight.float().t())
-
-
-def linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    matvec(out, x, weight)
-
-
-def gated_linear_hopper(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    gate, up = (x.float() @ weight.float().t()).chunk(2, dim=-1)
-    torch.mul(functional.silu(gate), up, out=out)
-
-
-def gated_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    gated_linear_hopper(out, x, weight)
-
-
-def linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    matvec(out, x, weight)
-
-
-def add_linear_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    out.copy_(out.float() + x.float() @ weight.float().t())
-
-
-def argmax_linear_hopper(
-    sampled: Tensor, last_tokens: Tensor, ranks: Tensor, x: Tensor, weight: Tensor, rows: Tensor
-) -> None:
-    _take_best(sampled, last_tokens, x.float() @ weight.float().t(), rows)
-
-
-def _take_best(sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tensor) -> None:
-    best = logits.argmax(dim=-1)  # NaN is the largest of all
-    known = (rows >= 0) & logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite()
-    sampled.copy_(torch.where(known, best, -1))
-    last_tokens[rows[rows >= 0]] = sampled[rows >= 0].clamp_min(0)
 
 
 def decode_inputs(
@@ -258,7 +232,7 @@ def sample(
     sampled: Tensor, last_tokens: Tensor, logits: Tensor, rows: Tensor, positions: Tensor, temperature: Tensor,
     top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, workspace: Tensor, counters: Tensor,
 ) -> None:  # fmt: skip
-    _take_best(sampled, last_tokens, logits, rows)
+    take_best(sampled, last_tokens, logits, rows)
     for i, (row, best) in enumerate(zip(rows.tolist(), sampled.tolist(), strict=True)):
         if best >= 0 and float(temperature[row]) > 0:
             probabilities = _kept_probabilities(

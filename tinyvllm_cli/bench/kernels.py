@@ -166,10 +166,15 @@ class _Shapes:
     def _add_linear(self, what: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Iterator[_Op]:
         from tinyvllm_cli import gemm, ops
 
-        if gemm.suits_add_wide(x, weights[0]):
+        narrow = gemm.suits_hopper(x)
+        if narrow or gemm.suits_add_wide(x, weights[0]):
             nbytes = weights[0].nbytes + x.nbytes + 2 * self.hidden.nbytes
             flops = 2 * x.size(0) * weights[0].numel()
-            yield _Op("add_linear_wide", what, nbytes, flops, lambda i: ops.add_linear_wide(self.hidden, x, weights[i]))
+            name, add = "add_linear_wide", ops.add_linear_wide
+            if narrow:
+                name, add = "add_linear_hopper", ops.add_linear_hopper
+            nothing = (None, None, None)
+            yield _Op(name, what, nbytes, flops, lambda i: add(self.hidden, *nothing, x, weights[i], None))
 
     def common(self) -> Iterator[_Op]:
         """The ops of every layer but attention, and the embedding."""

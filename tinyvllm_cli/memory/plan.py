@@ -45,6 +45,8 @@ MAX_SPLITS = 64
 CUDA_BATCHED_TOKENS = 8448
 """8,192 tokens of prompts and the decodes of 256 sequences: so 256 prompts of 128 tokens, of which the first ones
 decode while the last ones are prefilled, take 4 steps, and no fifth one for the few tokens that decodes displaced."""
+NORM_ROWS = 256
+"""Tokens of a step up to which norms may be done by the products between them."""
 MAX_COUNT = 2**31 - 1
 """The kernels count in 32 bits."""
 
@@ -202,7 +204,9 @@ def plan_buffers(config: ModelConfig, limits: Limits, dtype: str) -> BufferPlan:
         Buffer("sample_workspace", (s, SAMPLE_WORKSPACE_FLOATS), "float32", f"S x {SAMPLE_WORKSPACE_FLOATS}",
                "partial results of sampling", (("sample", "sample"),)),
         Buffer("sample_counters", (s,), "int32", "S", "arrivals at a split vocabulary", ALWAYS),
-        Buffer("best_logits", (s,), "int64", "S", "largest logit of each row so far, when all are greedy", ALWAYS),
+        Buffer("row_words", (3, _align(8 * max(s, NORM_ROWS)) // 8), "int64",
+               f"3 x ceil(max(S, {NORM_ROWS}) / 32) x 32",
+               "largest logit of each greedy row so far; sums of squares of norms", ALWAYS),
         Buffer("decode_exchange", (workspace_words(config, dtype, s),), "int32", "see memory/decode_step.py",
                "what the stages of the fused decode step pass on", ALWAYS),
         Buffer("step_inputs", (3 * t + 8 * s + 64,), "int32", "3T + 8S + 64",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tinyvllm_cli import ops, reference
+from tinyvllm_cli import gemm, ops, reference
 
 if TYPE_CHECKING:
     from tinyvllm_cli.checkpoint.config import ModelConfig
@@ -94,18 +94,23 @@ class Llama:
         done("embedding", -1)
         self.ops.rms_norm(normed, hidden, w.layers[0].attn_norm, c.rms_norm_eps)
         done("attn_norm", 0)
+        first = w.layers[0]
+        wait = hook is None and gemm.norms_can_wait(normed, first.qkv, first.o, first.gate_up, first.down)
+        sums, scale = b["row_words"][1:].unbind() if wait else None, None
         for i, layer in enumerate(w.layers):
-            self.ops.linear(qkv, normed, layer.qkv)
+            self.ops.linear(qkv, normed, layer.qkv, scale)
             done("qkv", i)
             self.attend(attention, qkv, self.kv_cache[i], batch, share)
             done("attention", i)
-            self.ops.add_linear_norm(normed, hidden, projection, attention, layer.o, layer.mlp_norm, c.rms_norm_eps)
+            add = (normed, hidden, projection, attention, layer.o, layer.mlp_norm, c.rms_norm_eps)
+            scale = self.ops.add_linear_norm(*add, sums, complete=False)
             done("mlp_norm", i)
-            self.ops.gated_linear(activation, gate_up, normed, layer.gate_up)
+            self.ops.gated_linear(activation, gate_up, normed, layer.gate_up, scale)
             done("silu_mul", i)
             last = i == len(w.layers) - 1
             norm = w.final_norm if last else w.layers[i + 1].attn_norm
-            self.ops.add_linear_norm(normed, hidden, projection, activation, layer.down, norm, c.rms_norm_eps)
+            add = (normed, hidden, projection, activation, layer.down, norm, c.rms_norm_eps)
+            scale = self.ops.add_linear_norm(*add, sums and sums[::-1], complete=last)
             done(*(("final_norm", -1) if last else ("attn_norm", i + 1)))
 
     def logits(self, batch: Batch, hook: StageHook | None = None) -> Tensor:
@@ -126,7 +131,7 @@ class Llama:
         """Samples at temperature 0 behind `trunk`, which had one token of each of `rows`; leaves no logits."""
         b = self.buffers
         x = b["normed"][: rows.size(0)]
-        ops.argmax_linear_hopper(sampled, last_tokens, b["best_logits"], x, self.weights.lm_head, rows)
+        ops.argmax_linear_hopper(sampled, last_tokens, b["row_words"][0], x, self.weights.lm_head, rows)
 
     def decode(self, state: dict[str, Tensor], params: SamplingState | None) -> Tensor:
         """A step of a few sequences by the one op `decode_step`: their logits [S, V].

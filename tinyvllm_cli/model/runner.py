@@ -93,7 +93,7 @@ class ModelRunner:
             self.buffers["decode_exchange"][decode_step.TOLD_WORDS].view(torch.int64).fill_(self.told.data_ptr())
         self.buffers["attention_partials"].zero_()
         self.buffers["sample_counters"].zero_()
-        self.buffers["best_logits"].zero_()
+        self.buffers["row_words"].zero_()
         self.model = Llama(config, weights, self.buffers, self.kv_cache, self.block_table)
         self.params = SamplingState(self.buffers["sampling_params"], self.buffers["token_counts"])
         state = self.buffers["decode_state"].zero_()[:, : limits.max_num_seqs]
