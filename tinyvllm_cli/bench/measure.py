@@ -57,6 +57,7 @@ class Meter:
         self.ceiling = ceiling
         self.warmup = warmup
         self._rng = np.random.default_rng(seed)
+        self._swapped = False
         itemsize = {"float32": 4}.get(llm.dtype, 2)
         self._model = Model(llm.config, itemsize)
 
@@ -64,6 +65,7 @@ class Meter:
         """Warm-up, then `repetitions` samples; fewer, but at least one, once `budget_s` seconds are spent."""
         began = time.perf_counter()
         result = empty_result(case)
+        self._swapped = False
         self._start_peak()
         if self.warmup:
             short = replace(case, generated_tokens=min(case.generated_tokens, WARMUP_STEPS))
@@ -121,16 +123,28 @@ class Meter:
                 arrivals = [0.0] * (len(prompts) - 1) + [float("inf")]
             run = self.run(prompts, params, arrivals)
             return run.seconds, run.steps, run
+        length = case.depth + case.prompt_tokens
         if case.test == "decode":
-            more = replace(_ONE, max_tokens=case.generated_tokens + 1)
-            first = self._first_tokens(case.batch, case.depth + case.prompt_tokens)
-            run = self.run(self._prompts(case.batch, case.depth + case.prompt_tokens), [more] * case.batch)
+            first, run = self._two_runs((length, 1), (length, case.generated_tokens + 1), case.batch)
             return run.seconds - first.seconds, case.generated_tokens, run
-        run = self._first_tokens(case.batch, case.depth + case.prompt_tokens)
         if not case.depth:
+            run = self._first_tokens(case.batch, length)
             return run.seconds, run.steps, run
-        before = self._first_tokens(case.batch, case.depth)
+        before, run = self._two_runs((case.depth, 1), (length, 1), case.batch)
         return run.seconds - before.seconds, max(run.steps - before.steps, 1), run
+
+    def _two_runs(self, a: tuple[int, int], b: tuple[int, int], batch: int) -> tuple[Run, Run]:
+        """Runs of (length of the prompts, tokens wanted), for the difference of their times.
+
+        In turn the one or the other comes first, so that before both of them the same has run: behind a prefill a GPU
+        at its power limit is slower for a while than behind decode steps.
+        """
+        runs = {}
+        for length, wanted in (b, a) if self._swapped else (a, b):
+            params = replace(_ONE, max_tokens=wanted)
+            runs[length, wanted] = self.run(self._prompts(batch, length), [params] * batch)
+        self._swapped = not self._swapped
+        return runs[a], runs[b]
 
     def run(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], arrivals: Sequence[float] | None = None

@@ -96,18 +96,24 @@ def measure(
         count = generate(prompts, wanted, case["temperature"])
         return time.perf_counter() - began, count
 
+    swapped = False  # whether the longer of two runs comes first, see `Meter`
+
     def sample() -> tuple[float, int]:
+        nonlocal swapped
         if case["test"] == "workload":
             return run(*map(list, zip(*case["requests"], strict=True)))
         lengths, ones = [case["context"]] * case["batch"], [1] * case["batch"]
         if case["test"] == "prefill":
             return run(lengths, ones)
-        first, _ = run(lengths, ones)
-        seconds, count = run(lengths, [case["generated_tokens"] + 1] * case["batch"])
+        wanted = (ones, [case["generated_tokens"] + 1] * case["batch"])
+        runs = [run(lengths, tokens) for tokens in (wanted[::-1] if swapped else wanted)]
+        (first, _), (seconds, count) = runs[::-1] if swapped else runs
+        swapped = not swapped
         return seconds - first, count
 
     if request["warmup"]:
-        sample()
+        for _ in range(2 if case["test"] == "decode" else 1):
+            sample()
     elif case["test"] == "decode":  # a difference of two runs: what the first one pays must not count
         run([case["context"]] * case["batch"], [1] * case["batch"])
     samples: list[float] = []
