@@ -40,29 +40,30 @@ struct Plain {
   RowScale scale;
 };
 
+// What a lane has of a tile: every fourth 8 features of two rows. Calls function(u, i, piece, exists, offset in out) for
+// each of them.
+template <int columns>
+constexpr int kPieces = columns / 16;
+
+template <int columns, typename Function>
+__device__ __forceinline__ void for_each_piece(const Walk& tile, const Function& function) {
+#pragma unroll
+  for (int i = 0; i < kPieces<columns>; ++i) {
+    const int u = i / (kPieces<columns> / 2);
+    const int piece = threadIdx.x % 4 + i % (kPieces<columns> / 2) * 4;
+    const int row = tile.token + own_row() + 8 * u;
+    const int feature = tile.feature + piece * 8;
+    const bool exists = row < tile.work.num_rows && feature < tile.work.num_features;
+    function(u, i, piece, exists, static_cast<int64_t>(row) * tile.work.num_features + feature);
+  }
+}
+
 template <typename T, typename Out, int columns>
 __device__ __forceinline__ void store(const Out& to, Shared<columns>& s, const Walk& tile,
-                                      const float (&sums)[columns / 2]) {
-  constexpr int pieces = columns / 32;  // every fourth 8 features of two rows are a lane's
-  // Calls function(u, i, piece, exists, offset in out) for each of them.
-  const auto for_each_piece = [&](const auto& function) {
-#pragma unroll
-    for (int i = 0; i < 2 * pieces; ++i) {
-      const int u = i / pieces;
-      const int piece = threadIdx.x % 4 + i % pieces * 4;
-      const int row = tile.token + own_row() + 8 * u;
-      const int feature = tile.feature + piece * 8;
-      const bool exists = row < tile.work.num_rows && feature < tile.work.num_features;
-      function(u, i, piece, exists, static_cast<int64_t>(row) * tile.work.num_features + feature);
-    }
-  };
-  uint4 old[2 * pieces] = {};
+                                      const float (&sums)[columns / 2], const uint4 (&old)[kPieces<columns>]) {
   float scales[2];
   float squares[2] = {};
   if constexpr (Out::kAdds) {
-    for_each_piece([&](int, int i, int, bool exists, int64_t at) {
-      if (exists) old[i] = load16(to.out + at);
-    });
     copy_wait<0>();
   } else {
     for (int u = 0; u < 2; ++u) scales[u] = s.scales[own_row() + 8 * u];
@@ -76,7 +77,7 @@ __device__ __forceinline__ void store(const Out& to, Shared<columns>& s, const W
         make_float2(sums[i] * scale, sums[i + 1] * scale);
   }
   __syncwarp();
-  for_each_piece([&](int u, int i, int piece, bool exists, int64_t at) {
+  for_each_piece<columns>(tile, [&](int u, int i, int piece, bool exists, int64_t at) {
     const float4* from = reinterpret_cast<const float4*>(&s.sums[own_row() + 8 * u][piece * 8]);
     const float4 low = from[0], high = from[1];
     float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -96,12 +97,16 @@ __global__ __launch_bounds__(Tile<columns>::kThreads) void linear_wide_kernel(
   if constexpr (kHopperCode) {
     extern __shared__ __align__(kTileAlignment) uint8_t shared_bytes[];
     auto& s = *reinterpret_cast<Shared<columns>*>(shared_bytes);
+    uint4 old[kPieces<columns>] = {};  // of out
     multiply_tiles<T>(
         s.ring, x_map, weight_map, work, Part(work),
-        [&](const Walk& tile, const float (&sums)[columns / 2]) { store<T>(to, s, tile, sums); },
+        [&](const Walk& tile, const float (&sums)[columns / 2]) { store<T>(to, s, tile, sums, old); },
         [&](const Walk& tile) {
           if constexpr (Out::kAdds) {
             to.template begin<Tile<columns>>(s.norm, tile);
+            for_each_piece<columns>(tile, [&](int, int i, int, bool exists, int64_t at) {
+              if (exists) old[i] = load16(to.out + at);
+            });
           } else {
             read_scales<Tile<columns>>(to.scale, tile, [&](int token, float value) { s.scales[token] = value; });
           }
