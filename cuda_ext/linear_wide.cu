@@ -40,11 +40,11 @@ struct Plain {
   RowScale scale;
 };
 
-// What a lane has of a tile: every fourth 8 features of two rows. Calls function(u, i, piece, exists, offset in out) for
-// each of them.
+// What a lane has of a tile: every fourth 8 features of two rows.
 template <int columns>
 constexpr int kPieces = columns / 16;
 
+// Calls function(u, i, piece, exists, offset in out) for each of them.
 template <int columns, typename Function>
 __device__ __forceinline__ void for_each_piece(const Walk& tile, const Function& function) {
 #pragma unroll
