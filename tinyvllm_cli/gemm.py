@@ -46,6 +46,11 @@ FEW_MAX_ROWS = 256
 SPLIT_MIN_SIZE = 8192
 """From so many in features on the CTAs of `add_linear_wide` split them."""
 
+# The microseconds that the GEMMs of the 16 layers, norms and SwiGLU take, by who does the norms (`norms_can_wait`):
+#   rows              16   32   64   96  128  160  192  224  256
+#   their products   599  613  663  716  769  936  939 1021 1042
+#   rms_norm         623  636  687  751  804  986  975 1057 1080
+
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
