@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few reg
     const int num_heads = min(kHeads, a.group_heads - group_head);
     const Part part = load_part(a.parts, number);
     if (part.count == 0) break;
+    const bool alone = part.total <= gridDim.z;  // every part has its own CTAs
     const int length = part.length;
     T* group_out = a.out + (static_cast<int64_t>(part.seq) * a.num_kv_heads + kv_head) * group_dims;
     T* out = group_out + group_head * head_dim;
@@ -81,9 +82,9 @@ __global__ void __launch_bounds__(kSmWarps<head_dim> * kWarpSize)  // so few reg
       const int heads_before = (number - part.index) * a.num_kv_heads * a.group_heads +
                                (kv_head * a.group_heads + group_head) * part.count;
       float* slots = a.slots + static_cast<int64_t>(heads_before) * kSlotWords<head_dim>;
-      finish_part<T, head_dim>(softmax, shared, part, out, slots, num_heads);
+      finish_part<T, head_dim>(softmax, shared, part, out, slots, num_heads, alone);
     }
-    if (part.total <= gridDim.z) break;  // every part has its own CTAs
+    if (alone) break;
     const int heads = a.num_kv_heads * groups;
     const int item = take_item(a.queue, (part.total - gridDim.z) * heads, shared_item);
     number = gridDim.z + item / heads;

@@ -91,21 +91,22 @@ __device__ __forceinline__ void join_rows(const Rows<head_dim>& rows, int num_ro
 }
 
 // Waits for the parts of a context and merges them into rows of shared memory, each every so many-th part, in a fixed
-// order. Returns how many rows.
+// order; of the slots' num_heads heads those from first_head on, as many as `heads`. Returns how many rows.
 template <int head_dim>
-__device__ __forceinline__ int gather_rows(const Rows<head_dim>& rows, const float* slots, int num_parts, int num_heads) {
+__device__ __forceinline__ int gather_rows(const Rows<head_dim>& rows, const float* slots, int num_parts, int num_heads,
+                                           int first_head, int heads) {
   constexpr int quads = head_dim / 4;
   constexpr int batch = 6;  // parts whose loads are on their way at a time
   const int units = blockDim.x / quads;
-  const float per_head = __fdividef(1.0f, static_cast<float>(num_heads));
+  const float per_head = __fdividef(1.0f, static_cast<float>(heads));
   const int num_rows = max(1, static_cast<int>((units + 0.5f) * per_head));
   const int stride = num_heads * kSlotWords<head_dim>;
-  for (int unit = threadIdx.x / quads; unit < num_rows * num_heads; unit += units) {
+  for (int unit = threadIdx.x / quads; unit < num_rows * heads; unit += units) {
     const int row = static_cast<int>((unit + 0.5f) * per_head);
-    const int head = unit - row * num_heads;
+    const int head = unit - row * heads;
     const int dim = threadIdx.x % quads * 4;
-    const float* value_source = slots + row * stride + head * head_dim + dim;
-    const float* stat_source = slots + row * stride + num_heads * head_dim + head * 2;
+    const float* value_source = slots + row * stride + (first_head + head) * head_dim + dim;
+    const float* stat_source = slots + row * stride + num_heads * head_dim + (first_head + head) * 2;
     float max = -INFINITY;
     float sum = 0.0f;
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -160,29 +161,42 @@ __device__ __forceinline__ int gather_rows(const Rows<head_dim>& rows, const flo
   return num_rows;
 }
 
-// Joins the warps' results of a part: in `out` if it is the whole context, else in its slot. The CTA of the last part
-// then waits for the slots of all, merges them, and leaves zeros. That ends, as all CTAs are resident at once (see
+constexpr int kDividedParts = 4;  // to have more of them for each head divides the merge: else it delays the next kernel
+
+// Joins the warps' results of a part: in `out` if it is the whole context, else in its slot. The CTA of the last part then
+// waits for the slots of all, merges them, and leaves zeros; where there are many parts, all with CTAs of their own
+// (`alone`), those of the last parts do that for a head each. That ends, as all CTAs are resident at once (see
 // choose_decode_shape) and take the items of the queue in order: nobody waits for a part that has not been taken.
 template <typename T, int head_dim>
 __device__ __forceinline__ void finish_part(const Softmax<head_dim>& softmax, void* shared, const Part& part, T* out,
-                                            float* slots, int num_heads) {
+                                            float* slots, int num_heads, bool alone) {
   const Rows<head_dim> rows(shared, blockDim.x / (head_dim / 4));
   const int slot_words = num_heads * kSlotWords<head_dim>;
-  bool whole = part.count == 1;
+  const bool divided = alone && part.count > kDividedParts * num_heads;
+  const int first_head = divided ? part.count - 1 - part.index : 0;
+  const int heads = divided ? 1 : num_heads;
+  const bool merges = part.count > 1 && (divided ? first_head < num_heads : part.index == part.count - 1);
+  T* to = part.count == 1 ? out : nullptr;
   int num_rows = blockDim.x / kWarpSize;
+  int num_joined = num_heads;
   __syncthreads();  // the rings are not read any more
   put_row(rows, softmax);
-  while (true) {
+  while (true) {  // the code is fetched for this once
     __syncthreads();
-    join_rows<T, head_dim>(rows, num_rows, whole ? out : nullptr, slots + part.index * slot_words, num_heads);
-    if (whole || part.index < part.count - 1) break;
+    join_rows<T, head_dim>(rows, num_rows, to, slots + part.index * slot_words, num_joined);
+    if (to != nullptr || !merges) break;
     __syncthreads();
-    num_rows = gather_rows<head_dim>(rows, slots, part.count, num_heads);
-    whole = true;
+    num_rows = gather_rows<head_dim>(rows, slots, part.count, num_heads, first_head, heads);
+    num_joined = heads;
+    to = out + first_head * head_dim;
   }
-  if (part.count == 1 || !whole) return;
-  for (int i = threadIdx.x; i < part.count * slot_words / 4; i += blockDim.x) {
-    store16(slots + i * 4, make_uint4(0, 0, 0, 0));
+  if (!merges) return;
+  constexpr int quads = head_dim / 4;
+  for (int i = threadIdx.x; i < part.count * heads * quads; i += blockDim.x) {
+    float* slot = slots + i / (heads * quads) * slot_words;
+    const int quad = i % (heads * quads);
+    store16(slot + first_head * head_dim + quad * 4, make_uint4(0, 0, 0, 0));
+    if (quad < heads) *reinterpret_cast<uint2*>(slot + num_heads * head_dim + (first_head + quad) * 2) = make_uint2(0, 0);
   }
 }
 
