@@ -15,7 +15,8 @@ import pytest
 import torch
 from models import write_rand
 
-from tinyvllm_cli import ops, reference
+from tinyvllm_cli import gemm, ops, reference, reference_products
+from tinyvllm_cli.model import decode_share
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("tinyvllm_cli/**/*.py"), *ROOT.glob("cuda_ext/*.py")])
@@ -181,6 +182,22 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
     assert re.search(rf'\.impl\(\s*"{op}"', bindings), f"bindings.cpp does not register {op}"
     assert re.search(rf"^cudaError_t {op}\(", launchers, re.MULTILINE), f"launch.h does not declare {op}"
     assert re.search(rf"^cudaError_t {op}\(", kernels, re.MULTILINE), f"no .cu defines the launcher {op}"
+
+
+@pytest.mark.parametrize(
+    ("source", "constant", "number"),
+    [
+        ("matvec.cu", "kMaxRows", gemm.MATVEC_MAX_ROWS),
+        ("linear_hopper.cuh", "kMaxRows", gemm.HOPPER_MAX_ROWS),
+        ("add_linear_wide.cu", "kMinChunks", gemm.SPLIT_MIN_SIZE // 64),
+        ("norm_sums.cuh", "kSumsOfOne", reference_products.UNITS_OF_ONE),
+        ("decode_parts.cu", "kEven", decode_share.EVEN),
+    ],
+)
+def test_a_number_of_both_languages_is_the_same(source: str, constant: str, number: float) -> None:
+    (value,) = re.findall(rf"constexpr \w+ {constant} = ([\d.< ]+)f?;", (ROOT / "cuda_ext" / source).read_text())
+    factor, _, shift = value.partition("<<")
+    assert float(factor) * 2 ** int(shift or 0) == number
 
 
 def test_the_bindings_register_no_more_than_the_table() -> None:

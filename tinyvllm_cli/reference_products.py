@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_SQUARES_PER_UNIT = 2.0**28
+UNITS_OF_ONE = 2.0**28
+"""Sums of squares are int64, of so many units for 1."""
 
 
 def matvec(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -21,7 +22,7 @@ def _scaled_product(x: Tensor, weight: Tensor, sums: Tensor | None, eps: float) 
     product = x.float() @ weight.float().t()
     if sums is None:
         return product
-    squares = sums[: len(x)].double() / _SQUARES_PER_UNIT
+    squares = sums[: len(x)].double() / UNITS_OF_ONE
     return product * torch.rsqrt(squares / x.size(1) + eps).float().unsqueeze(1)
 
 
@@ -32,7 +33,7 @@ def add_linear_hopper(
     residual.copy_(residual.float() + x.float() @ weight.float().t())
     if scaled is not None and sums is not None and norm is not None:
         torch.mul(residual.float(), norm.float(), out=scaled)
-        sums[: len(x)] += (residual.double().square().sum(1) * _SQUARES_PER_UNIT).round().long()
+        sums[: len(x)] += (residual.double().square().sum(1) * UNITS_OF_ONE).round().long()
     if other_sums is not None:
         other_sums[: len(x)] = 0
 
