@@ -61,8 +61,8 @@ def _named(name: str, origin: str) -> ResolvedModel:
             from tinyvllm_cli.checkpoint.header import read_header
 
             read_header(path)  # says what is wrong with a broken file
-        folder = path.absolute().parent  # of a link, not of what it leads to: in the Hub's cache that is another folder
-        raise UserError(f"{path} is a file; a model is a folder", where=origin, fix=f"Give the folder: {folder}")
+        fix = f"Give the folder: {path.absolute().parent}"  # of a link in the Hub's cache, not of what it leads to
+        raise UserError(f"{path} is a file; a model is a folder", where=origin, fix=fix)
     return ResolvedModel(path, f"model: {path}" + (f" (from {origin})" if origin != "--model" else ""))
 
 
