@@ -20,6 +20,7 @@ from tinyvllm_cli.checkpoint.config import read_config
 from tinyvllm_cli.checkpoint.index import open_checkpoint
 from tinyvllm_cli.checkpoint.names import map_weights, weights_layout
 from tinyvllm_cli.checkpoint.weights import Weights, load_weights
+from tinyvllm_cli.commands import inspect
 from tinyvllm_cli.errors import UserError
 
 SHARD_2 = "model-00002-of-00003.safetensors"
@@ -184,6 +185,23 @@ def test_c02_tied_embeddings(tmp_path: Path) -> None:
     assert "lm_head.weight is used for the logits" in maps["tied_different"].warnings[0]
     head = rand_tensors(llama_config(tied=True), tied_variant="tied_different")["lm_head.weight"]
     assert np.array_equal(loaded["tied_different"].lm_head.numpy(), head)
+
+
+def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
+    """accelerate and safetensors' save_model keep the first of two names in the alphabet."""
+    folder, usual = write_rand(tmp_path / "m", tied_variant="tied"), write_rand(tmp_path / "usual", tied_variant="tied")
+    tensors = rand_tensors(llama_config(tied=True), tied_variant="tied")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    write_tensors(folder / "model.safetensors", tensors)
+    weights = load(folder)
+    assert torch.equal(weights.arena, load(usual).arena)
+    assert weights.lm_head is weights.embed
+    totals = [inspect.run(inspect.InspectOptions(path, device="cpu")).totals.all for path in (folder, usual)]
+    assert totals[0] == totals[1]
+    edit_json(folder / "config.json", vocab_size=301)
+    assert "tensor lm_head.weight has shape [300, 256]" in refusal(folder)
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    assert "tensor model.embed_tokens.weight [301, 256] is missing" in refusal(folder)
 
 
 def test_c02d_untied_and_no_lm_head(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def scan_weights(
     tensors = checkpoint.tensors
     faults: list[Fault] = []
     tied, warnings = config.tie_word_embeddings, []
-    if tied and LM_HEAD in tensors and EMBED in tensors:
+    if tied and LM_HEAD in tensors and EMBED not in tensors:  # one matrix, kept under its other name
+        tensors = {**tensors, EMBED: tensors[LM_HEAD]}
+    elif tied and LM_HEAD in tensors:
         tied = _same_bytes(checkpoint, tensors[EMBED], tensors[LM_HEAD], probe)
         if not tied:
             warnings.append(
@@ -98,7 +100,7 @@ def scan_weights(
             if fault:
                 faults.append(fault)
     known = {tensor.name for group in sources.values() for tensor in group} | ({LM_HEAD} if tied else set())
-    for name, tensor in tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         if name not in known and not _HARMLESS.fullmatch(name):
             what = f"tensor {quote(name)} {list(tensor.shape)} has no place in a {config.architecture}"
             faults.append(Fault(quote(str(tensor.file), 4096), f"{what} of {config.num_layers} layers"))
@@ -154,7 +156,7 @@ def _fault(
         if name == LM_HEAD:
             fix = "config.json says tie_word_embeddings false; if the embeddings are tied, it must say true."
         return Fault(where, f"tensor {name} {list(shape)} is missing", fix)
-    where = quote(str(tensor.file), 4096)
+    where, name = quote(str(tensor.file), 4096), tensor.name
     if tensor.shape != shape:
         return Fault(where, f"tensor {name} has shape {list(tensor.shape)}; config.json makes it {list(shape)}")
     if tensor.dtype not in STORED_DTYPES:
