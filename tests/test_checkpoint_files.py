@@ -73,6 +73,16 @@ def test_c08c_a_stray_file_is_ignored(tmp_path: Path) -> None:
     assert torch.equal(load(folder).arena, load(write_rand(tmp_path / "whole")).arena)
 
 
+def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    """save_pretrained over a sharded model removes the shards and leaves the index."""
+    folder, single = write_rand(tmp_path / "m", num_shards=3), write_rand(tmp_path / "single", seed=1)
+    (folder / "model.safetensors").write_bytes((single / "model.safetensors").read_bytes())
+    assert torch.equal(load(folder).arena, load(single).arena)
+    assert len(open_checkpoint(folder).ignored_files) == 3
+    (folder / SHARD_2).unlink()
+    assert torch.equal(load(folder).arena, load(single).arena)
+
+
 def test_c08d_the_index_is_wrong(tmp_path: Path) -> None:
     folder = write_rand(tmp_path / "m", num_shards=3)
     retarget(folder, "model.norm.weight", SHARD_2)

@@ -68,7 +68,7 @@ def find_weights(folder: Path) -> Path | Fault:
         return Fault(quote(str(folder), 4096), f"cannot be read: {error.strerror or error}")
     weights = [name for name in names if name.endswith(".safetensors")]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    for candidates in ([SINGLE_FILE + ".index.json"], [SINGLE_FILE], indices, weights):
+    for candidates in ([SINGLE_FILE], [SINGLE_FILE + ".index.json"], indices, weights):  # as transformers does
         present = [name for name in candidates if name in names]
         if len(present) == 1:
             return folder / present[0]
