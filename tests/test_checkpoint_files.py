@@ -93,6 +93,17 @@ def test_c08d_the_index_is_wrong(tmp_path: Path) -> None:
     assert "does not know it" in refusal(folder)
 
 
+def test_an_index_of_a_converted_model(tmp_path: Path) -> None:
+    """It names what the conversion has dropped: the second of a tied pair, tables of RoPE."""
+    folder = write_rand(tmp_path / "m", num_shards=3, tied_variant="tied")
+    whole = load(folder).arena
+    for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"):
+        retarget(folder, name, SHARD_2)
+    assert torch.equal(load(folder).arena, whole)
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    assert "tensor lm_head.weight [300, 256] is missing" in refusal(folder)
+
+
 def test_c08e_no_weights(tmp_path: Path) -> None:
     folder = write_rand(tmp_path / "m")
     (folder / "model.safetensors").unlink()
