@@ -129,6 +129,11 @@ UNSUPPORTED = {
 }
 
 
+def test_a_window_that_is_not_used(tmp_path: Path) -> None:
+    edit_json(write(tmp_path) / "config.json", sliding_window=4096, use_sliding_window=False, max_window_layers=28)
+    read_config(tmp_path)
+
+
 @pytest.mark.parametrize("key", UNSUPPORTED)
 def test_unsupported_settings_are_refused_by_name(tmp_path: Path, key: str) -> None:
     edit_json(write(tmp_path) / "config.json", **{key: UNSUPPORTED[key]})

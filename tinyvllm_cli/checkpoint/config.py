@@ -186,6 +186,8 @@ def _refuse_unsupported(reader: _Reader) -> None:
         reader.unsupported(f"architecture {kind} is not supported", f"tinyvllm runs {ARCHITECTURE}.")
         return
     for key, harmless in HARMLESS.items():
+        if key == "sliding_window" and content.get("use_sliding_window") is False:
+            continue
         value = content.get(key)
         if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in harmless):
             shown = quote(value.get("quant_method", "set")) if isinstance(value, dict) else quote(value)
