@@ -88,6 +88,14 @@ def test_rope_mixtures(tmp_path: Path) -> None:
     assert "rope_parameters and rope_scaling disagree" in refusal(tmp_path)
 
 
+def test_the_length_before_scaling_may_stand_outside(tmp_path: Path) -> None:
+    path = write(tmp_path, rope_theta=500000.0, rope_scaling={**LLAMA3_SCALING, "original_max_position_embeddings": 8})
+    edit_json(path / "config.json", original_max_position_embeddings=64)
+    assert read_config(tmp_path).rope == LLAMA3
+    edit_json(path / "config.json", original_max_position_embeddings="64")
+    assert "original_max_position_embeddings is 64; it must be an integer" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("form", ["old", "new"])
 def test_c01_unknown_rope_type(tmp_path: Path, form: str) -> None:
     write(tmp_path, rope_scaling={**LLAMA3_SCALING, "rope_type": "foo"}, rope_form=form)
