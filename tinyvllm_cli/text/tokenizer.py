@@ -154,30 +154,43 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], where: str) -> None:
     """Adds the tokens that only tokenizer_config.json knows, as transformers does; else they would be spelled out.
 
-    First those of `added_tokens_decoder`, {"2": {"content": "</s>", "special": true, ...}, ...}, then the named ones.
+    First those of `added_tokens_decoder`, {"2": {"content": "</s>", "special": true, ...}, ...}, whose flags go before
+    those of tokenizer.json; then the named ones, which are special whatever tokenizer.json says.
     UserError when the two files give a token different ids.
     """
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+
+    def add(content: str, flags: dict[str, bool]) -> None:
+        before = _flags(known.get(content))
+        token = tokenizers.AddedToken(content, **flags | ({"special": True} if before.get("special") else {}))
+        if _flags(token) != before:
+            known[content] = token
+            backend.add_tokens([token])
+
     listed = config.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, dict) else ()
     ids = {int(key): entry for key, entry in entries if key.isdecimal() and isinstance(entry, dict)}
     ids = {token_id: entry for token_id, entry in sorted(ids.items()) if isinstance(entry.get("content"), str)}
-    tokens = []
     for entry in ids.values():
-        flags = {name: entry[name] for name in _TOKEN_FLAGS if isinstance(entry.get(name), bool)}
-        tokens.append(tokenizers.AddedToken(entry["content"], **flags))
+        add(entry["content"], _flags(known.get(entry["content"])) | _flags(entry))
+    for name, content in special_tokens(config).items():
+        add(content, (_flags(known.get(content)) or _flags(config[name])) | {"special": True})
     extra = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
     more = [token for group in extra if isinstance(group, list) for token in group if isinstance(token, str)]
-    tokens += [tokenizers.AddedToken(token, special=True) for token in [*special_tokens(config).values(), *more]]
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token in tokens:
-        if token.content not in known:
-            known.add(token.content)
-            backend.add_tokens([token])
+    for content in more:
+        if content not in known:
+            add(content, {"special": True})
     for token_id, entry in ids.items():
         actual = backend.token_to_id(entry["content"])
         if actual != token_id:
             what = f"token {entry['content']!r} has id {token_id} here and {actual} in tokenizer.json"
             raise UserError(what, where=where, fix="Fetch both files again: they are not of the same model.")
+
+
+def _flags(token: tokenizers.AddedToken | dict[str, Any] | str | None) -> dict[str, bool]:
+    """The flags of a token, as far as it has them."""
+    found = token if isinstance(token, dict) else {name: getattr(token, name, None) for name in _TOKEN_FLAGS}
+    return {name: flag for name in _TOKEN_FLAGS if isinstance(flag := found.get(name), bool)}
 
 
 def _piece_function(decoder: dict[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
