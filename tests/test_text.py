@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import BOS, BYTE_VOCAB_SIZE, CHAT_TEMPLATE, EOS, EOT, PAD, edit_json, write_byte_tokenizer
+from models import BOS, BYTE_VOCAB_SIZE, CHAT_TEMPLATE, EOS, EOT, edit_json, write_byte_tokenizer
 from tokenizers import decoders, normalizers, processors
 from tokenizers import models as token_models
 
@@ -186,67 +186,6 @@ def test_faults_of_the_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         Tokenizer.from_folder(tmp_path)
     assert "tokenizer_config.json" in str(caught.value)
-
-
-def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
-    """As in transformers: they are tokens, and not spelled out letter by letter."""
-    from transformers import AutoTokenizer
-
-    flags = {"special": True, "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
-    for config in (
-        {"added_tokens_decoder": {"258": {"content": "<eot>", **flags}}},
-        {"additional_special_tokens": ["<eot>"]},
-        {"bos_token": "<eot>"},
-        {},
-    ):
-        path = write_byte_tokenizer(tmp_path) / "tokenizer.json"
-        kept = [token for token in json.loads(path.read_text())["added_tokens"] if token["id"] < EOT]
-        edit_json(path, added_tokens=kept)
-        edit_json(tmp_path / "tokenizer_config.json", **config)
-        text = "a <eot>b<pad>c"
-        for special in (True, False):
-            expected = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=special)["input_ids"]
-            assert Tokenizer.from_folder(tmp_path).encode(text, special) == expected
-
-
-@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "normalized", "single_word"])
-def test_flags_of_the_config_go_before_those_of_the_tokenizer(tmp_path: Path, flag: str) -> None:
-    """As in transformers. A token is found in upper case when it is looked for in normalized text."""
-    from transformers import AutoTokenizer
-
-    flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, flag: True}
-    path = write_byte_tokenizer(tmp_path) / "tokenizer.json"
-    edit_json(path, normalizer={"type": "Lowercase"})
-    edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"258": {"content": "<eot>", **flags}})
-    text = "a <eot> b<eot>c<EOT>"
-    expected = AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
-    assert Tokenizer.from_folder(tmp_path).encode(text, True) == expected
-    edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder=...)
-    assert Tokenizer.from_folder(tmp_path).encode(text, True) != expected
-
-
-def test_named_tokens_are_special(tmp_path: Path) -> None:
-    """Whatever tokenizer.json says: they are not shown."""
-    path = write_byte_tokenizer(tmp_path) / "tokenizer.json"
-    edit_json(path, added_tokens=[token | {"special": False} for token in json.loads(path.read_text())["added_tokens"]])
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.decode([BOS, ord("a"), EOT, EOS, PAD]) == "a<eot>"
-    write_byte_tokenizer(tmp_path)
-    edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"258": {"content": "<eot>", "special": False}})
-    assert Tokenizer.from_folder(tmp_path).decode([ord("a"), EOT]) == "a"  # neither does the other file undo it
-
-
-def test_two_ids_for_a_token_are_refused(tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path)
-    edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"9": {"content": "<eot>"}, "x": 1})
-    with pytest.raises(UserError, match="'<eot>' has id 9 here and 258"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path, eos="\ud800")
-    with pytest.raises(UserError, match="a token is no text"):
-        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:

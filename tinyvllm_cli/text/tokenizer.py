@@ -13,6 +13,7 @@ import tokenizers
 from tinyvllm_cli.errors import UserError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _TOKEN_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
@@ -33,11 +34,10 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()  # a tokenizer.json may carry the settings of its training, and would cut prompts
         backend.no_padding()
-        where = str(folder / "tokenizer_config.json")
         try:
-            _add_tokens(backend, config, where)
+            _add_tokens(backend, config, folder)
         except UnicodeEncodeError as error:
-            what = f"a token is no text: {error.object!r}"
+            what, where = f"a token is no text: {error.object!r}", str(folder / "tokenizer_config.json")
             raise UserError(what, where=where, fix="Fetch the file again.") from error
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = special_tokens(config)
@@ -118,11 +118,16 @@ class Tokenizer:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a model folder, and the special tokens that only special_tokens_map.json names."""
+    """tokenizer_config.json of a model folder, and the special tokens that only special_tokens_map.json names.
+
+    Before there was `added_tokens_decoder`, added_tokens.json said what was added: {"<pad>": 32000, ...}, a key here.
+    """
     config = read_object(folder / "tokenizer_config.json")
     for name, token in read_object(folder / "special_tokens_map.json").items():
-        if name in SPECIAL_TOKEN_NAMES and config.get(name) is None:
+        if name in (*SPECIAL_TOKEN_NAMES, *_EXTRA) and config.get(name) is None:
             config[name] = token
+    if "added_tokens_decoder" not in config:
+        config["added_tokens.json"] = read_object(folder / "added_tokens.json")
     return config
 
 
@@ -140,10 +145,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens of a tokenizer_config.json; each is a string there or an object with "content"."""
-    found = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        value = config.get(name)
+    """The named special tokens of a tokenizer_config.json; each is a string there or an object with "content".
+
+    Names of the model's own are those of `extra_special_tokens`, where it is an object.
+    """
+    found, own = {}, config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
+    for name, value in ({**named, **own} if isinstance(own, dict) else named).items():
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str) and value:
@@ -151,12 +159,12 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], where: str) -> None:
-    """Adds the tokens that only tokenizer_config.json knows, as transformers does; else they would be spelled out.
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
+    """Adds the tokens that tokenizer.json does not know, as transformers does; else they would be spelled out.
 
     First those of `added_tokens_decoder`, {"2": {"content": "</s>", "special": true, ...}, ...}, whose flags go before
     those of tokenizer.json; then the named ones, which are special whatever tokenizer.json says.
-    UserError when the two files give a token different ids.
+    UserError when two files give a token different ids.
     """
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
 
@@ -167,22 +175,26 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], where: st
             known[content] = token
             backend.add_tokens([token])
 
+    named = special_tokens(config)
     listed = config.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, dict) else ()
     ids = {int(key): entry for key, entry in entries if key.isdecimal() and isinstance(entry, dict)}
+    for content, token_id in config.get("added_tokens.json", {}).items():
+        if isinstance(token_id, int) and content not in known:
+            ids[token_id] = {"content": content, "special": content in named.values()}
     ids = {token_id: entry for token_id, entry in sorted(ids.items()) if isinstance(entry.get("content"), str)}
     for entry in ids.values():
         add(entry["content"], _flags(known.get(entry["content"])) | _flags(entry))
-    for name, content in special_tokens(config).items():
-        add(content, (_flags(known.get(content)) or _flags(config[name])) | {"special": True})
-    extra = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
-    more = [token for group in extra if isinstance(group, list) for token in group if isinstance(token, str)]
-    for content in more:
-        if content not in known:
-            add(content, {"special": True})
+    for name, content in named.items():
+        add(content, (_flags(known.get(content)) or _flags(config.get(name))) | {"special": True})
+    for token in (token for name in _EXTRA if isinstance(config.get(name), list) for token in config[name]):
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str) and content not in known:
+            add(content, _flags(token) | {"special": True})
     for token_id, entry in ids.items():
         actual = backend.token_to_id(entry["content"])
         if actual != token_id:
+            where = str(folder / ("added_tokens.json" if listed is None else "tokenizer_config.json"))
             what = f"token {entry['content']!r} has id {token_id} here and {actual} in tokenizer.json"
             raise UserError(what, where=where, fix="Fetch both files again: they are not of the same model.")
 
