@@ -208,6 +208,8 @@ def test_template_sources(tmp_path: Path) -> None:
         tmp_path, chat_template=[{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     )
     assert rendered(tmp_path) == "D"
+    edit_json(tmp_path / "tokenizer_config.json", chat_template={"rag": "R", "default": "E"})
+    assert rendered(tmp_path) == "E"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
     assert rendered(tmp_path) == "J"
     (tmp_path / "chat_template.jinja").write_text("F")
