@@ -93,3 +93,14 @@ def test_a_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, eos="\ud800")
     with pytest.raises(UserError, match="a token is no text"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_names_of_tokens_may_stay_text(tmp_path: Path, split: bool) -> None:
+    from transformers import AutoTokenizer
+
+    write_byte_tokenizer(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", split_special_tokens=split)
+    expected = AutoTokenizer.from_pretrained(tmp_path)("a<eot>b")["input_ids"]
+    assert (EOT in expected) == (not split)
+    assert Tokenizer.from_folder(tmp_path).encode("a<eot>b", True) == expected

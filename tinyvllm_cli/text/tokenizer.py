@@ -34,6 +34,7 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()  # a tokenizer.json may carry the settings of its training, and would cut prompts
         backend.no_padding()
+        backend.encode_special_tokens = config.get("split_special_tokens") is True  # names in a text stay text
         try:
             _add_tokens(backend, config, folder)
         except UnicodeEncodeError as error:
@@ -69,7 +70,8 @@ class Tokenizer:
         return cls(folder, backend, read_tokenizer_config(folder))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; names of special tokens inside it become those tokens.
+        """Token ids of `text`; names of special tokens inside it become those tokens, unless tokenizer_config.json says
+        `split_special_tokens`.
 
         With `add_special_tokens` what the tokenizer puts around a text is added, as a rule a BOS in front. A BOS that
         the text itself begins with is not doubled. `add_bos_token` of tokenizer_config.json decides where it is given.
