@@ -246,6 +246,10 @@ def test_eos_in_every_form_of_the_tokenizer_files(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (7,)
     edit_json(path, eos_token="A")  # no added token, only in the vocabulary
     assert read_config(tmp_path).eos_token_ids == (65,)
+    backend = (tmp_path / "tokenizer.json").read_text()
+    edit_json(tmp_path / "tokenizer.json", model={"type": "Unigram", "vocab": [["<unk>", 0.0], ["A", -1.5]]})
+    assert read_config(tmp_path).eos_token_ids == (1,)
+    (tmp_path / "tokenizer.json").write_text(backend)
     edit_json(path, eos_token="unknown")
     assert read_config(tmp_path).eos_token_ids == ()
     edit_json(path, eos_token=...)
