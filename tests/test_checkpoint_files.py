@@ -20,7 +20,6 @@ from tinyvllm_cli.checkpoint.config import read_config
 from tinyvllm_cli.checkpoint.index import open_checkpoint
 from tinyvllm_cli.checkpoint.names import map_weights, weights_layout
 from tinyvllm_cli.checkpoint.weights import Weights, load_weights
-from tinyvllm_cli.commands import inspect
 from tinyvllm_cli.errors import UserError
 
 SHARD_2 = "model-00002-of-00003.safetensors"
@@ -73,16 +72,6 @@ def test_c08c_a_stray_file_is_ignored(tmp_path: Path) -> None:
     assert torch.equal(load(folder).arena, load(write_rand(tmp_path / "whole")).arena)
 
 
-def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
-    """save_pretrained over a sharded model removes the shards and leaves the index."""
-    folder, single = write_rand(tmp_path / "m", num_shards=3), write_rand(tmp_path / "single", seed=1)
-    (folder / "model.safetensors").write_bytes((single / "model.safetensors").read_bytes())
-    assert torch.equal(load(folder).arena, load(single).arena)
-    assert len(open_checkpoint(folder).ignored_files) == 3
-    (folder / SHARD_2).unlink()
-    assert torch.equal(load(folder).arena, load(single).arena)
-
-
 def test_c08d_the_index_is_wrong(tmp_path: Path) -> None:
     folder = write_rand(tmp_path / "m", num_shards=3)
     retarget(folder, "model.norm.weight", SHARD_2)
@@ -91,17 +80,6 @@ def test_c08d_the_index_is_wrong(tmp_path: Path) -> None:
     assert "tensor model.norm.weight is in this shard, but model.safetensors.index.json places it in" in message
     retarget(folder, "model.norm.weight", None)
     assert "does not know it" in refusal(folder)
-
-
-def test_an_index_of_a_converted_model(tmp_path: Path) -> None:
-    """It names what the conversion has dropped: the second of a tied pair, tables of RoPE."""
-    folder = write_rand(tmp_path / "m", num_shards=3, tied_variant="tied")
-    whole = load(folder).arena
-    for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"):
-        retarget(folder, name, SHARD_2)
-    assert torch.equal(load(folder).arena, whole)
-    edit_json(folder / "config.json", tie_word_embeddings=False)
-    assert "tensor lm_head.weight [300, 256] is missing" in refusal(folder)
 
 
 def test_c08e_no_weights(tmp_path: Path) -> None:
@@ -206,23 +184,6 @@ def test_c02_tied_embeddings(tmp_path: Path) -> None:
     assert "lm_head.weight is used for the logits" in maps["tied_different"].warnings[0]
     head = rand_tensors(llama_config(tied=True), tied_variant="tied_different")["lm_head.weight"]
     assert np.array_equal(loaded["tied_different"].lm_head.numpy(), head)
-
-
-def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
-    """accelerate and safetensors' save_model keep the first of two names in the alphabet."""
-    folder, usual = write_rand(tmp_path / "m", tied_variant="tied"), write_rand(tmp_path / "usual", tied_variant="tied")
-    tensors = rand_tensors(llama_config(tied=True), tied_variant="tied")
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    write_tensors(folder / "model.safetensors", tensors)
-    weights = load(folder)
-    assert torch.equal(weights.arena, load(usual).arena)
-    assert weights.lm_head is weights.embed
-    totals = [inspect.run(inspect.InspectOptions(path, device="cpu")).totals.all for path in (folder, usual)]
-    assert totals[0] == totals[1]
-    edit_json(folder / "config.json", vocab_size=301)
-    assert "tensor lm_head.weight has shape [300, 256]" in refusal(folder)
-    edit_json(folder / "config.json", tie_word_embeddings=False)
-    assert "tensor model.embed_tokens.weight [301, 256] is missing" in refusal(folder)
 
 
 def test_c02d_untied_and_no_lm_head(tmp_path: Path) -> None:

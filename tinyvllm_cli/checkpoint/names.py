@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tinyvllm_cli.checkpoint.config import ModelConfig
+from tinyvllm_cli.checkpoint.config import ARCHITECTURE, ModelConfig
 from tinyvllm_cli.checkpoint.faults import Fault, quote, raise_any
 from tinyvllm_cli.checkpoint.header import TensorInfo
 from tinyvllm_cli.checkpoint.index import Checkpoint
@@ -21,6 +21,19 @@ STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Left-over tensors that hold nothing of their own: tables that RoPE's settings determine."""
+_KINDS = (
+    (
+        re.compile(r".*\.lora_[AB]\..*"),
+        "these are the weights of a LoRA adapter, not of a model",
+        "Merge the adapter into its base model first (merge_and_unload of peft).",
+    ),
+    (
+        re.compile(r".*\.(qweight|qzeros|scales|weight_packed|weight_scale|weight_scale_inv|weight\.absmax|SCB)"),
+        "the weights are quantised, which is not supported",
+        f"Give the model in {', '.join(STORED_DTYPES.values())}.",
+    ),
+)
+"""What names tell of a checkpoint that is not what is wanted; more than a list of what is missing."""
 PROBE_BYTES = 1 << 16
 _CHUNK = 1 << 24
 
@@ -105,7 +118,7 @@ def scan_weights(
             what = f"tensor {quote(name)} {list(tensor.shape)} has no place in a {config.architecture}"
             faults.append(Fault(quote(str(tensor.file), 4096), f"{what} of {config.num_layers} layers"))
     if faults:
-        return None, faults
+        return None, [*_kind(checkpoint, where), *faults]
     sizes: Counter[str] = Counter()
     for group in sources.values():
         for tensor in group:
@@ -113,6 +126,20 @@ def scan_weights(
     data_starts = {header.path: header.data_start for header in checkpoint.files}
     dtype = STORED_DTYPES[sizes.most_common(1)[0][0]]
     return WeightMap(sources, data_starts, tied, dtype, tuple(warnings)), []
+
+
+def _kind(checkpoint: Checkpoint, where: str) -> Iterator[Fault]:
+    """What a checkpoint with faults is instead, as far as its names tell."""
+    for pattern, what, fix in _KINDS:
+        example = next((name for name in checkpoint.tensors if pattern.fullmatch(name)), None)
+        if example is not None:
+            yield Fault(where, f"{what}: there is {quote(example)}", fix, unsupported=True)
+            return
+    others = checkpoint.tensors.keys() - {LM_HEAD}
+    if others and not any(name.startswith("model.layers.") for name in others):
+        what = f"the tensors have other names than those of a {ARCHITECTURE}, such as {quote(min(others))}"
+        fix = f"Convert the checkpoint: {EMBED}, model.layers.0.self_attn.q_proj.weight and so on are expected."
+        yield Fault(where, what, fix)
 
 
 Part = tuple[str, tuple[int, ...]]
