@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from files import edit_json, write_tensors
@@ -71,3 +72,12 @@ def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
     assert "tensor lm_head.weight has shape [300, 256]" in refusal(folder)
     edit_json(folder / "config.json", tie_word_embeddings=False)
     assert "tensor model.embed_tokens.weight [301, 256] is missing" in refusal(folder)
+
+
+def test_a_value_head_is_left_out(tmp_path: Path) -> None:
+    """TRL trains one beside the model and saves both together."""
+    folder = write_rand(tmp_path / "m")
+    whole, tensors = load(folder).arena, rand_tensors(llama_config())
+    tensors |= {"v_head.summary.weight": tensors["lm_head.weight"][:1], "v_head.summary.bias": np.zeros(1)}
+    write_tensors(folder / "model.safetensors", tensors)
+    assert torch.equal(load(folder).arena, whole)

@@ -19,8 +19,8 @@ ALIGNMENT = 256
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes that weights may be stored in."""
 
-_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Left-over tensors that hold nothing of their own: tables that RoPE's settings determine."""
+_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|v_head\.summary\.(weight|bias)")
+"""Left-over tensors without which the text is the same: tables that RoPE's settings determine, TRL's value head."""
 _KINDS = (
     (
         re.compile(r".*\.lora_[AB]\..*"),
