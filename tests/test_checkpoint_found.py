@@ -11,7 +11,9 @@ from files import edit_json, write_tensors
 from models import llama_config, rand_tensors, write_rand
 from test_checkpoint_files import SHARD_2, load, refusal, retarget
 
+from tinyvllm_cli.checkpoint.config import read_config
 from tinyvllm_cli.checkpoint.index import open_checkpoint
+from tinyvllm_cli.checkpoint.names import map_weights
 from tinyvllm_cli.commands import inspect
 
 
@@ -81,3 +83,11 @@ def test_a_value_head_is_left_out(tmp_path: Path) -> None:
     tensors |= {"v_head.summary.weight": tensors["lm_head.weight"][:1], "v_head.summary.bias": np.zeros(1)}
     write_tensors(folder / "model.safetensors", tensors)
     assert torch.equal(load(folder).arena, whole)
+
+
+def test_an_adapter_beside_the_model_is_told_of(tmp_path: Path) -> None:
+    """transformers applies it where peft is installed."""
+    folder = write_rand(tmp_path / "m")
+    assert not map_weights(read_config(folder), open_checkpoint(folder)).warnings
+    edit_json(folder / "adapter_config.json", peft_type="LORA")
+    assert "it is not applied" in map_weights(read_config(folder), open_checkpoint(folder)).warnings[0]

@@ -104,6 +104,8 @@ def scan_weights(
             warnings.append(
                 f"config.json ties the embeddings, but {LM_HEAD} differs from {EMBED}: {LM_HEAD} is used for the logits"
             )
+    if (checkpoint.folder / "adapter_config.json").exists():
+        warnings.append("there is an adapter beside the model, adapter_config.json: it is not applied")
     sources: dict[str, tuple[TensorInfo, ...]] = {}
     for name, parts in stored_weights(config, tied):
         found = [tensors.get(part) for part, _ in parts]
