@@ -169,13 +169,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: P
     UserError when two files give a token different ids.
     """
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    changed: dict[str, tokenizers.AddedToken] = {}
 
     def add(content: str, flags: dict[str, bool]) -> None:
         before = _flags(known.get(content))
         token = tokenizers.AddedToken(content, **flags | ({"special": True} if before.get("special") else {}))
         if _flags(token) != before:
-            known[content] = token
-            backend.add_tokens([token])
+            known[content] = changed[content] = token
 
     named = special_tokens(config)
     listed = config.get("added_tokens_decoder")
@@ -193,6 +193,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: P
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str) and content not in known:
             add(content, _flags(token) | {"special": True})
+    backend.add_tokens([*changed.values()])  # at once: each call takes time for all that there are
     for token_id, entry in ids.items():
         actual = backend.token_to_id(entry["content"])
         if actual != token_id:
