@@ -82,6 +82,13 @@ def test_tokens_that_only_an_older_file_knows(tmp_path: Path, name: str, content
             Tokenizer.from_folder(tmp_path)
 
 
+def test_special_tokens_of_an_older_file_are_not_shown(tmp_path: Path) -> None:
+    path = write_byte_tokenizer(tmp_path) / "tokenizer_config.json"
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<a>": 260, "<b>": 261}))
+    edit_json(path, additional_special_tokens=["<b>", ["<c>"], {"content": 5}])
+    assert Tokenizer.from_folder(tmp_path).decode([260, 261]) == "<a>"
+
+
 def test_two_ids_for_a_token_are_refused(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"9": {"content": "<eot>"}, "x": 1})

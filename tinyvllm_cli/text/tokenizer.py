@@ -178,21 +178,23 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: P
             known[content] = changed[content] = token
 
     named = special_tokens(config)
+    more = [token for name in _EXTRA if isinstance(config.get(name), list) for token in config[name]]
+    texts = [(token.get("content") if isinstance(token, dict) else token, _flags(token)) for token in more]
+    extra = {content: flags for content, flags in texts if isinstance(content, str)}
     listed = config.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, dict) else ()
     ids = {int(key): entry for key, entry in entries if key.isdecimal() and isinstance(entry, dict)}
     for content, token_id in config.get("added_tokens.json", {}).items():
         if isinstance(token_id, int) and content not in known:
-            ids[token_id] = {"content": content, "special": content in named.values()}
+            ids[token_id] = {"content": content, "special": content in {*named.values(), *extra}}
     ids = {token_id: entry for token_id, entry in sorted(ids.items()) if isinstance(entry.get("content"), str)}
     for entry in ids.values():
         add(entry["content"], _flags(known.get(entry["content"])) | _flags(entry))
     for name, content in named.items():
         add(content, (_flags(known.get(content)) or _flags(config.get(name))) | {"special": True})
-    for token in (token for name in _EXTRA if isinstance(config.get(name), list) for token in config[name]):
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str) and content not in known:
-            add(content, _flags(token) | {"special": True})
+    for content, flags in extra.items():
+        if content not in known:
+            add(content, flags | {"special": True})
     backend.add_tokens([*changed.values()])  # at once: each call takes time for all that there are
     for token_id, entry in ids.items():
         actual = backend.token_to_id(entry["content"])
