@@ -88,6 +88,14 @@ def test_rope_mixtures(tmp_path: Path) -> None:
     assert "rope_parameters and rope_scaling disagree" in refusal(tmp_path)
 
 
+def test_the_length_before_scaling_may_stand_outside(tmp_path: Path) -> None:
+    path = write(tmp_path, rope_theta=500000.0, rope_scaling={**LLAMA3_SCALING, "original_max_position_embeddings": 8})
+    edit_json(path / "config.json", original_max_position_embeddings=64)
+    assert read_config(tmp_path).rope == LLAMA3
+    edit_json(path / "config.json", original_max_position_embeddings="64")
+    assert "original_max_position_embeddings is 64; it must be an integer" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("form", ["old", "new"])
 def test_c01_unknown_rope_type(tmp_path: Path, form: str) -> None:
     write(tmp_path, rope_scaling={**LLAMA3_SCALING, "rope_type": "foo"}, rope_form=form)
@@ -127,6 +135,11 @@ UNSUPPORTED = {
     "logits_scaling": 8.0,
     "torch_dtype": "float8_e4m3fn",
 }
+
+
+def test_a_window_that_is_not_used(tmp_path: Path) -> None:
+    edit_json(write(tmp_path) / "config.json", sliding_window=4096, use_sliding_window=False, max_window_layers=28)
+    read_config(tmp_path)
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED)
@@ -233,6 +246,10 @@ def test_eos_in_every_form_of_the_tokenizer_files(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (7,)
     edit_json(path, eos_token="A")  # no added token, only in the vocabulary
     assert read_config(tmp_path).eos_token_ids == (65,)
+    backend = (tmp_path / "tokenizer.json").read_text()
+    edit_json(tmp_path / "tokenizer.json", model={"type": "Unigram", "vocab": [["<unk>", 0.0], ["A", -1.5]]})
+    assert read_config(tmp_path).eos_token_ids == (1,)
+    (tmp_path / "tokenizer.json").write_text(backend)
     edit_json(path, eos_token="unknown")
     assert read_config(tmp_path).eos_token_ids == ()
     edit_json(path, eos_token=...)

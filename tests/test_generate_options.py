@@ -183,6 +183,14 @@ def test_model_that_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a file") as caught:
         resolve_model(str(pointer))
     assert str(tmp_path) in caught.value.fix
+    cache = tmp_path / "snapshots"
+    cache.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).touch()
+        (cache / name).symlink_to(tmp_path / name)
+        with pytest.raises(UserError, match="is a file") as caught:
+            resolve_model(str(cache / name))
+        assert caught.value.fix.endswith(str(cache))
 
 
 def test_arguments_that_are_not_utf8() -> None:

@@ -255,10 +255,13 @@ def test_more_tokens_than_there_are(dice: Path) -> None:
 def test_what_the_model_recommends_and_is_not_done_is_told(tmp_path: Path, talk: Path) -> None:
     model = write_chain(tmp_path / "m", byte_chain(TALK))
     edit_json(model / "generation_config.json", num_beams=4, typical_p=1.0, bad_words_ids=[], stop_strings=["x"])
+    edit_json(
+        model / "generation_config.json", exponential_decay_length_penalty=[8, 1.5], encoder_repetition_penalty=1.0
+    )
 
     def told(*options: str) -> list[str]:
         lines = generate("--model", model, "A", *options).err.splitlines()
         return [x.split()[1] for x in lines if x.startswith("warning") and "on CUDA it runs in bfloat16" not in x]
 
-    assert told() == ["num_beams", "stop_strings"]
+    assert told() == ["num_beams", "stop_strings", "exponential_decay_length_penalty"]
     assert told("--greedy") == []

@@ -188,40 +188,6 @@ def test_faults_of_the_files_are_named(tmp_path: Path) -> None:
     assert "tokenizer_config.json" in str(caught.value)
 
 
-def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
-    """As in transformers: they are tokens, and not spelled out letter by letter."""
-    from transformers import AutoTokenizer
-
-    flags = {"special": True, "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
-    for config in (
-        {"added_tokens_decoder": {"258": {"content": "<eot>", **flags}}},
-        {"additional_special_tokens": ["<eot>"]},
-        {"bos_token": "<eot>"},
-        {},
-    ):
-        path = write_byte_tokenizer(tmp_path) / "tokenizer.json"
-        kept = [token for token in json.loads(path.read_text())["added_tokens"] if token["id"] < EOT]
-        edit_json(path, added_tokens=kept)
-        edit_json(tmp_path / "tokenizer_config.json", **config)
-        text = "a <eot>b<pad>c"
-        for special in (True, False):
-            expected = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=special)["input_ids"]
-            assert Tokenizer.from_folder(tmp_path).encode(text, special) == expected
-
-
-def test_two_ids_for_a_token_are_refused(tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path)
-    edit_json(tmp_path / "tokenizer_config.json", added_tokens_decoder={"9": {"content": "<eot>"}, "x": 1})
-    with pytest.raises(UserError, match="'<eot>' has id 9 here and 258"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path, eos="\ud800")
-    with pytest.raises(UserError, match="a token is no text"):
-        Tokenizer.from_folder(tmp_path)
-
-
 def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
     edit_json(tmp_path / "tokenizer_config.json", eos_token="<eos>")
     os.mkfifo(tmp_path / "tokenizer.json")
@@ -242,6 +208,8 @@ def test_template_sources(tmp_path: Path) -> None:
         tmp_path, chat_template=[{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     )
     assert rendered(tmp_path) == "D"
+    edit_json(tmp_path / "tokenizer_config.json", chat_template={"rag": "R", "default": "E"})
+    assert rendered(tmp_path) == "E"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
     assert rendered(tmp_path) == "J"
     (tmp_path / "chat_template.jinja").write_text("F")

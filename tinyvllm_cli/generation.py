@@ -32,6 +32,8 @@ NOT_DONE = (
     *("num_beams", "num_beam_groups", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff"),
     *("penalty_alpha", "guidance_scale", "sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
     *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "stop_strings", "dola_layers"),
+    *("exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "top_h"),
+    "watermarking_config",
 )
 """Settings of transformers that change answers; None, 0, 1 and what is empty turn them off."""
 

@@ -186,6 +186,8 @@ def _refuse_unsupported(reader: _Reader) -> None:
         reader.unsupported(f"architecture {kind} is not supported", f"tinyvllm runs {ARCHITECTURE}.")
         return
     for key, harmless in HARMLESS.items():
+        if key == "sliding_window" and content.get("use_sliding_window") is False:
+            continue
         value = content.get(key)
         if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in harmless):
             shown = quote(value.get("quant_method", "set")) if isinstance(value, dict) else quote(value)
@@ -255,7 +257,9 @@ def _rope_section(parent: _Reader, key: str, section: Mapping[str, Any]) -> Rope
         rope = RopeConfig(theta, "linear", reader.number("factor"))
     elif kind == "llama3":
         low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
-        original = reader.integer("original_max_position_embeddings")
+        length = "original_max_position_embeddings"
+        own = parent.content.get(length) is None  # else config.json itself has it, which goes first in transformers
+        original = (reader if own else parent).integer(length)
         rope = RopeConfig(theta, "llama3", reader.number("factor"), low, high, original)
         if not reader.faults and low >= high:
             reader.fault(f"{key}: low_freq_factor {low:g} is not below high_freq_factor {high:g}")

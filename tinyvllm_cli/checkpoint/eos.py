@@ -85,5 +85,7 @@ def _look_up(path: Path, token: str) -> tuple[int | None, list[Fault]]:
     content, faults = read_json(path)
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):  # of a Unigram model: [["<unk>", 0.0], ...]
+        vocab = {entry[0]: i for i, entry in enumerate(vocab) if isinstance(entry, list) and entry[:1] == [token]}
     token_id = vocab.get(token) if isinstance(vocab, dict) else None
     return (token_id if is_token_id(token_id) else None), faults

@@ -9,7 +9,7 @@ from tinyvllm_cli.checkpoint.index import INDEX_SUFFIX
 
 NAMES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("chat_template.json", "chat_template.jinja"),
+    *("added_tokens.json", "chat_template.json", "chat_template.jinja"),
 )
 PIECE = 64 * 1024
 PIECES = 16

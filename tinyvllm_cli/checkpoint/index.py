@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from tinyvllm_cli.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+_NEEDLESS = re.compile(
+    r"lm_head\.weight|model\.embed_tokens\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+)
+"""Tensors that a model may do without: either of a tied pair, tables of RoPE. Indices of converted models name such."""
 _FETCH = "Fetch the missing files of the model again, or give another path."
 
 
@@ -68,7 +73,7 @@ def find_weights(folder: Path) -> Path | Fault:
         return Fault(quote(str(folder), 4096), f"cannot be read: {error.strerror or error}")
     weights = [name for name in names if name.endswith(".safetensors")]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    for candidates in ([SINGLE_FILE + ".index.json"], [SINGLE_FILE], indices, weights):
+    for candidates in ([SINGLE_FILE], [SINGLE_FILE + ".index.json"], indices, weights):  # as transformers does
         present = [name for name in candidates if name in names]
         if len(present) == 1:
             return folder / present[0]
@@ -124,7 +129,7 @@ def _disagreements(
     faults = [
         Fault(where, f"tensor {quote(name)} is not in this shard, where {index.name} places it", _FETCH)
         for name in expected
-        if name not in held
+        if name not in held and not _NEEDLESS.fullmatch(name)
     ]
     for name in held:
         other = weight_map.get(name)

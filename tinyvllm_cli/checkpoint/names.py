@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tinyvllm_cli.checkpoint.config import ModelConfig
+from tinyvllm_cli.checkpoint.config import ARCHITECTURE, ModelConfig
 from tinyvllm_cli.checkpoint.faults import Fault, quote, raise_any
 from tinyvllm_cli.checkpoint.header import TensorInfo
 from tinyvllm_cli.checkpoint.index import Checkpoint
@@ -19,8 +19,21 @@ ALIGNMENT = 256
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes that weights may be stored in."""
 
-_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Left-over tensors that hold nothing of their own: tables that RoPE's settings determine."""
+_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|v_head\.summary\.(weight|bias)")
+"""Left-over tensors without which the text is the same: tables that RoPE's settings determine, TRL's value head."""
+_KINDS = (
+    (
+        re.compile(r".*\.lora_[AB]\..*"),
+        "these are the weights of a LoRA adapter, not of a model",
+        "Merge the adapter into its base model first (merge_and_unload of peft).",
+    ),
+    (
+        re.compile(r".*\.(qweight|qzeros|scales|weight_packed|weight_scale|weight_scale_inv|weight\.absmax|SCB)"),
+        "the weights are quantised, which is not supported",
+        f"Give the model in {', '.join(STORED_DTYPES.values())}.",
+    ),
+)
+"""What names tell of a checkpoint that is not what is wanted; more than a list of what is missing."""
 PROBE_BYTES = 1 << 16
 _CHUNK = 1 << 24
 
@@ -83,12 +96,16 @@ def scan_weights(
     tensors = checkpoint.tensors
     faults: list[Fault] = []
     tied, warnings = config.tie_word_embeddings, []
-    if tied and LM_HEAD in tensors and EMBED in tensors:
+    if tied and LM_HEAD in tensors and EMBED not in tensors:  # one matrix, kept under its other name
+        tensors = {**tensors, EMBED: tensors[LM_HEAD]}
+    elif tied and LM_HEAD in tensors:
         tied = _same_bytes(checkpoint, tensors[EMBED], tensors[LM_HEAD], probe)
         if not tied:
             warnings.append(
                 f"config.json ties the embeddings, but {LM_HEAD} differs from {EMBED}: {LM_HEAD} is used for the logits"
             )
+    if (checkpoint.folder / "adapter_config.json").exists():
+        warnings.append("there is an adapter beside the model, adapter_config.json: it is not applied")
     sources: dict[str, tuple[TensorInfo, ...]] = {}
     for name, parts in stored_weights(config, tied):
         found = [tensors.get(part) for part, _ in parts]
@@ -98,12 +115,12 @@ def scan_weights(
             if fault:
                 faults.append(fault)
     known = {tensor.name for group in sources.values() for tensor in group} | ({LM_HEAD} if tied else set())
-    for name, tensor in tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         if name not in known and not _HARMLESS.fullmatch(name):
             what = f"tensor {quote(name)} {list(tensor.shape)} has no place in a {config.architecture}"
             faults.append(Fault(quote(str(tensor.file), 4096), f"{what} of {config.num_layers} layers"))
     if faults:
-        return None, faults
+        return None, [*_kind(checkpoint, where), *faults]
     sizes: Counter[str] = Counter()
     for group in sources.values():
         for tensor in group:
@@ -111,6 +128,20 @@ def scan_weights(
     data_starts = {header.path: header.data_start for header in checkpoint.files}
     dtype = STORED_DTYPES[sizes.most_common(1)[0][0]]
     return WeightMap(sources, data_starts, tied, dtype, tuple(warnings)), []
+
+
+def _kind(checkpoint: Checkpoint, where: str) -> Iterator[Fault]:
+    """What a checkpoint with faults is instead, as far as its names tell."""
+    for pattern, what, fix in _KINDS:
+        example = next((name for name in checkpoint.tensors if pattern.fullmatch(name)), None)
+        if example is not None:
+            yield Fault(where, f"{what}: there is {quote(example)}", fix, unsupported=True)
+            return
+    others = checkpoint.tensors.keys() - {LM_HEAD}
+    if others and not any(name.startswith("model.layers.") for name in others):
+        what = f"the tensors have other names than those of a {ARCHITECTURE}, such as {quote(min(others))}"
+        fix = f"Convert the checkpoint: {EMBED}, model.layers.0.self_attn.q_proj.weight and so on are expected."
+        yield Fault(where, what, fix)
 
 
 Part = tuple[str, tuple[int, ...]]
@@ -154,7 +185,7 @@ def _fault(
         if name == LM_HEAD:
             fix = "config.json says tie_word_embeddings false; if the embeddings are tied, it must say true."
         return Fault(where, f"tensor {name} {list(shape)} is missing", fix)
-    where = quote(str(tensor.file), 4096)
+    where, name = quote(str(tensor.file), 4096), tensor.name
     if tensor.shape != shape:
         return Fault(where, f"tensor {name} has shape {list(tensor.shape)}; config.json makes it {list(shape)}")
     if tensor.dtype not in STORED_DTYPES:

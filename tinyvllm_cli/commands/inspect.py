@@ -17,7 +17,7 @@ from tinyvllm_cli.checkpoint.faults import Fault, as_error, quote
 from tinyvllm_cli.checkpoint.header import TensorInfo
 from tinyvllm_cli.checkpoint.index import Checkpoint, find_weights, scan_checkpoint
 from tinyvllm_cli.checkpoint.json_file import read_json
-from tinyvllm_cli.checkpoint.names import LM_HEAD, WeightMap, scan_weights, weights_layout
+from tinyvllm_cli.checkpoint.names import EMBED, LM_HEAD, WeightMap, scan_weights, weights_layout
 from tinyvllm_cli.checkpoint.parts import PARTS, part_of
 from tinyvllm_cli.commands.inspect_data import check_data, compare_with
 from tinyvllm_cli.commands.place import Place, Say, locate
@@ -207,7 +207,7 @@ def _is_whole_model(path: Path, checkpoint: Checkpoint) -> bool:
 
 def count(checkpoint: Checkpoint, weight_map: WeightMap | None = None) -> Totals:
     """Sums over all tensors; with `weight_map`, a stored copy of tied embeddings counts no parameters."""
-    copy = LM_HEAD if weight_map is not None and weight_map.tied else None
+    copy = LM_HEAD if weight_map is not None and weight_map.tied and EMBED in checkpoint.tensors else None
     groups: dict[str, dict[str, list[TensorInfo]]] = {"dtype": {}, "part": {}}
     for tensor in checkpoint.tensors.values():
         groups["dtype"].setdefault(tensor.dtype, []).append(tensor)

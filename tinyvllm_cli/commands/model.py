@@ -57,12 +57,12 @@ def _named(name: str, origin: str) -> ResolvedModel:
         fix = "Give a model folder (config.json, *.safetensors, tokenizer.json), or demo for the bundled one."
         raise UserError(f"there is no {name or 'model with an empty name'}", where=origin, fix=fix)
     if path.is_file():
-        from tinyvllm_cli.checkpoint.header import read_header
+        if path.suffix != ".json":
+            from tinyvllm_cli.checkpoint.header import read_header
 
-        read_header(path)  # says what is wrong with a broken file
-        raise UserError(
-            f"{path} is a file; a model is a folder", where=origin, fix=f"Give the folder: {path.resolve().parent}"
-        )
+            read_header(path)  # says what is wrong with a broken file
+        fix = f"Give the folder: {path.absolute().parent}"  # of a link in the Hub's cache, not of what it leads to
+        raise UserError(f"{path} is a file; a model is a folder", where=origin, fix=fix)
     return ResolvedModel(path, f"model: {path}" + (f" (from {origin})" if origin != "--model" else ""))
 
 

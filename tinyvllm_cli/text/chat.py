@@ -104,10 +104,10 @@ class ChatTemplate:
 
 
 def _default_of(value: Any, where: str) -> str:
-    """The template text out of a string, or out of a list of {"name", "template"}."""
+    """The template text out of a string, a list of {"name", "template"}, or an object of names and templates."""
     if isinstance(value, str):
         return value
-    named = {}
+    named = value if isinstance(value, dict) else {}
     if isinstance(value, list):
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
     if isinstance(named.get("default"), str):

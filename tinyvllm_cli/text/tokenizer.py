@@ -13,6 +13,7 @@ import tokenizers
 from tinyvllm_cli.errors import UserError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _TOKEN_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
@@ -33,11 +34,11 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()  # a tokenizer.json may carry the settings of its training, and would cut prompts
         backend.no_padding()
-        where = str(folder / "tokenizer_config.json")
+        backend.encode_special_tokens = config.get("split_special_tokens") is True  # names in a text stay text
         try:
-            _add_tokens(backend, config, where)
+            _add_tokens(backend, config, folder)
         except UnicodeEncodeError as error:
-            what = f"a token is no text: {error.object!r}"
+            what, where = f"a token is no text: {error.object!r}", str(folder / "tokenizer_config.json")
             raise UserError(what, where=where, fix="Fetch the file again.") from error
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = special_tokens(config)
@@ -69,7 +70,8 @@ class Tokenizer:
         return cls(folder, backend, read_tokenizer_config(folder))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; names of special tokens inside it become those tokens.
+        """Token ids of `text`; names of special tokens inside it become those tokens, unless tokenizer_config.json says
+        `split_special_tokens`.
 
         With `add_special_tokens` what the tokenizer puts around a text is added, as a rule a BOS in front. A BOS that
         the text itself begins with is not doubled. `add_bos_token` of tokenizer_config.json decides where it is given.
@@ -118,11 +120,16 @@ class Tokenizer:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a model folder, and the special tokens that only special_tokens_map.json names."""
+    """tokenizer_config.json of a model folder, and the special tokens that only special_tokens_map.json names.
+
+    Before there was `added_tokens_decoder`, added_tokens.json said what was added: {"<pad>": 32000, ...}, a key here.
+    """
     config = read_object(folder / "tokenizer_config.json")
     for name, token in read_object(folder / "special_tokens_map.json").items():
-        if name in SPECIAL_TOKEN_NAMES and config.get(name) is None:
+        if name in (*SPECIAL_TOKEN_NAMES, *_EXTRA) and config.get(name) is None:
             config[name] = token
+    if "added_tokens_decoder" not in config:
+        config["added_tokens.json"] = read_object(folder / "added_tokens.json")
     return config
 
 
@@ -140,10 +147,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens of a tokenizer_config.json; each is a string there or an object with "content"."""
-    found = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        value = config.get(name)
+    """The named special tokens of a tokenizer_config.json; each is a string there or an object with "content".
+
+    Names of the model's own are those of `extra_special_tokens`, where it is an object.
+    """
+    found, own = {}, config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
+    for name, value in ({**named, **own} if isinstance(own, dict) else named).items():
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str) and value:
@@ -151,33 +161,53 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], where: str) -> None:
-    """Adds the tokens that only tokenizer_config.json knows, as transformers does; else they would be spelled out.
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
+    """Adds the tokens that tokenizer.json does not know, as transformers does; else they would be spelled out.
 
-    First those of `added_tokens_decoder`, {"2": {"content": "</s>", "special": true, ...}, ...}, then the named ones.
-    UserError when the two files give a token different ids.
+    First those of `added_tokens_decoder`, {"2": {"content": "</s>", "special": true, ...}, ...}, whose flags go before
+    those of tokenizer.json; then the named ones, which are special whatever tokenizer.json says.
+    UserError when two files give a token different ids.
     """
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    changed: dict[str, tokenizers.AddedToken] = {}
+
+    def add(content: str, flags: dict[str, bool]) -> None:
+        before = _flags(known.get(content))
+        token = tokenizers.AddedToken(content, **flags | ({"special": True} if before.get("special") else {}))
+        if _flags(token) != before:
+            known[content] = changed[content] = token
+
+    named = special_tokens(config)
+    more = [token for name in _EXTRA if isinstance(config.get(name), list) for token in config[name]]
+    texts = [(token.get("content") if isinstance(token, dict) else token, _flags(token)) for token in more]
+    extra = {content: flags for content, flags in texts if isinstance(content, str)}
     listed = config.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, dict) else ()
     ids = {int(key): entry for key, entry in entries if key.isdecimal() and isinstance(entry, dict)}
+    for content, token_id in config.get("added_tokens.json", {}).items():
+        if isinstance(token_id, int) and content not in known:
+            ids[token_id] = {"content": content, "special": content in {*named.values(), *extra}}
     ids = {token_id: entry for token_id, entry in sorted(ids.items()) if isinstance(entry.get("content"), str)}
-    tokens = []
     for entry in ids.values():
-        flags = {name: entry[name] for name in _TOKEN_FLAGS if isinstance(entry.get(name), bool)}
-        tokens.append(tokenizers.AddedToken(entry["content"], **flags))
-    extra = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
-    more = [token for group in extra if isinstance(group, list) for token in group if isinstance(token, str)]
-    tokens += [tokenizers.AddedToken(token, special=True) for token in [*special_tokens(config).values(), *more]]
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token in tokens:
-        if token.content not in known:
-            known.add(token.content)
-            backend.add_tokens([token])
+        add(entry["content"], _flags(known.get(entry["content"])) | _flags(entry))
+    for name, content in named.items():
+        add(content, (_flags(known.get(content)) or _flags(config.get(name))) | {"special": True})
+    for content, flags in extra.items():
+        if content not in known:
+            add(content, flags | {"special": True})
+    backend.add_tokens([*changed.values()])  # at once: each call takes time for all that there are
     for token_id, entry in ids.items():
         actual = backend.token_to_id(entry["content"])
         if actual != token_id:
+            where = str(folder / ("added_tokens.json" if listed is None else "tokenizer_config.json"))
             what = f"token {entry['content']!r} has id {token_id} here and {actual} in tokenizer.json"
             raise UserError(what, where=where, fix="Fetch both files again: they are not of the same model.")
+
+
+def _flags(token: tokenizers.AddedToken | dict[str, Any] | str | None) -> dict[str, bool]:
+    """The flags of a token, as far as it has them."""
+    found = token if isinstance(token, dict) else {name: getattr(token, name, None) for name in _TOKEN_FLAGS}
+    return {name: flag for name in _TOKEN_FLAGS if isinstance(flag := found.get(name), bool)}
 
 
 def _piece_function(decoder: dict[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
