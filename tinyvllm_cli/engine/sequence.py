@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tinyvllm_cli.errors import UserError
 
@@ -73,6 +74,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("n", "max_tokens", "top_k", "seed", *(() if self.logprobs is None else ("logprobs",))):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _require(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"from 1 to {MAX_SAMPLES}")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         _require(
@@ -117,6 +120,14 @@ class SamplingParams:
 
 def _is_text(text: str) -> bool:
     return bool(text) and not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _integer(name: str, value: Any) -> int:
+    """A plain int, also of numpy's; 1.5 would be cut somewhere."""
+    try:
+        return index(value)
+    except TypeError:
+        raise UserError(f"{name} is {value!r}", fix=f"{name} must be an integer.") from None
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
