@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from models import BOS, CHAT_TEMPLATE, EOS, byte_chain, chain, write_chain
@@ -76,6 +79,8 @@ def test_one_prompt_or_many(llm: LLM) -> None:
     assert [o.outputs[0].text for o in llm.generate([BOS, ord("A")])] == [HELLO]
     assert [o.outputs[0].text for o in llm.generate(torch.tensor([BOS, ord("A")]).tolist())] == [HELLO]
     assert llm.generate([]) == []
+    assert [o.outputs[0].text for o in llm.generate(np.array([BOS, ord("A")]))] == [HELLO]
+    assert [o.prompt for o in llm.generate(text for text in "AB")] == ["A", "B"]
     asked = [{"role": "user", "content": "A"}]
     assert len(llm.chat(asked)) == 1
     [_, second] = llm.chat([asked, [*asked, {"role": "assistant", "content": "B"}]])
@@ -103,17 +108,25 @@ def test_sampling_params(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (["A", [9999]], "9999"),
-        (["A", []], "no token"),
-        (["A", "B" * 600], "600|601"),
-        ([{"prompt": "\ud800"}], "surrogate"),
+        (["A", [9999]], "^prompt 2 of 2: .*9999"),
+        (["A", []], "^prompt 2 of 2: .*no token"),
+        (["A", "B" * 600], "^prompt 2 of 2: .*(600|601)"),
+        ([{"prompt": "\ud800"}], "^prompt 1 of 1: .*surrogate"),
     ],
 )
 def test_a_prompt_that_cannot_be_answered_stops_all(llm: LLM, prompts: list[object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError) as caught:
         llm.generate(prompts)  # type: ignore[arg-type]
+    assert re.search(message, str(caught.value))
     assert not llm.engine.has_work
     assert llm.generate("A")[0].outputs[0].text == HELLO
+
+
+def test_threads_wait_for_each_other(llm: LLM) -> None:
+    prompts = ["A"] * 6
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: llm.generate(prompts), range(6)))
+    assert [[o.outputs[0].text for o in outputs] for outputs in answers] == [[HELLO] * 6] * 6
 
 
 def test_chat_needs_a_template(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ GOOD = ROW | {"samples": [1.0], "tokens_per_second": 8.0}
         (("--json", "--csv"), "--json and --csv"),
         (("--compare", "others"), "no peer 'others'"),
         (("--only", "decode"), "Add --suite targets"),
+        (("--suite", "targets", "--only", " ,"), "--only: names nothing"),
+        (("--compare", ""), "--compare: names nothing"),
         (("--repetitions", "0"), "--repetitions"),
         (("--kernels", "--workload", "nano"), "--kernels and --workload are given"),
         (("--stages", "--compare", "transformers"), "--stages and --compare are given"),

@@ -56,6 +56,7 @@ def prompt_before_eos(outputs: int) -> list[int]:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", 10**400),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.01),
@@ -70,6 +71,8 @@ def prompt_before_eos(outputs: int) -> list[int]:
         ("n", 2),  # at temperature 0
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 10**400),
         ("presence_penalty", -2.1),
         ("frequency_penalty", float("nan")),
         ("logprobs", -1),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.test_engine import GREEDY, expect_plain, finish_all, make_engine
 from tinyvllm_cli.engine.sequence import SamplingParams
+from tinyvllm_cli.errors import UserError
 
 
 def test_samples_differ_by_their_seeds() -> None:
@@ -13,6 +15,16 @@ def test_samples_differ_by_their_seeds() -> None:
     assert (params.stop, params.stop_token_ids) == (("a",), (7,))
     assert [params.of_sample(i).seed for i in range(3)] == [2**63 - 2, 2**63 - 1, 0]
     assert params.of_sample(1) == SamplingParams(temperature=1.0, seed=2**63 - 1, stop=["a"], stop_token_ids=(7,))
+
+
+def test_whole_numbers_may_be_numpys_and_no_fractions() -> None:
+    params = SamplingParams(n=np.int32(2), max_tokens=np.int64(3), temperature=1.0, seed=np.int64(2**63 - 1))
+    assert params.of_sample(1) == SamplingParams(max_tokens=3, temperature=1.0, seed=0)
+    assert type(params.of_sample(1).seed) is int
+    for name in ("n", "max_tokens", "top_k", "seed", "logprobs"):
+        for value in (1.5, "1"):
+            with pytest.raises(UserError, match=f"^{name} is {value!r}\n{name} must be an integer"):
+                SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_family_computes_its_prompt_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,29 @@ def test_a_file_that_is_not_ours(tmp_path: Path, content: str, message: str) -> 
     with pytest.raises(UserError, match=message):
         begin(path)
     assert path.read_text() == content
+
+
+def test_a_record_that_finds_no_room_leaves_no_half_of_it(tmp_path: Path) -> None:
+    """What waits for it is written by `close`, where there may be room again."""
+    path = tmp_path / "o.jsonl"
+    output, _ = begin(path)
+    output.write({"index": 0})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limit[1]))
+    try:
+        with pytest.raises(UserError, match=r"o\.jsonl: cannot be written: File too large"):
+            output.write({"index": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    output.write({"index": 2})
+    output.close()
+    assert [record["index"] for record in records(path)] == [0, 2]
+
+
+def test_the_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "o.jsonl.job").mkdir()
+    with pytest.raises(UserError, match=r"o\.jsonl\.job: cannot be written: Is a directory"):
+        begin(tmp_path / "o.jsonl")
 
 
 # OpenAI's batch format

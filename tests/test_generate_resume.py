@@ -48,6 +48,19 @@ def test_interrupted_jobs_tell_how_to_go_on(tmp_path: Path, signum: signal.Signa
     assert order == "finished" or indices == sorted(indices)
 
 
+def test_a_job_goes_on_however_many_records_wait_for_an_older_prompt(tmp_path: Path) -> None:
+    """As after Ctrl-C with many rows and a first answer that takes long, when it goes on with few rows."""
+    model = write_chain(tmp_path / "m", chain("A", "B", "A"))
+    source, output = tmp_path / "p.txt", tmp_path / "o.jsonl"
+    source.write_text("A\n" * 30)
+    arguments = command("--model", model, "-p", source, "-o", output, "-n", 2, "-q")
+    subprocess.run(arguments, check=True, timeout=60, env=environment())
+    whole = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(whole[1:25]))
+    subprocess.run([*arguments, "--resume", "--max-num-seqs", "1"], check=True, timeout=60, env=environment())
+    assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == list(range(30))
+
+
 def test_a_second_interruption_leaves_at_once(tmp_path: Path) -> None:
     """The step that runs is so long that the first one has to wait for it."""
     model = write_chain(tmp_path / "m", chain("A", "B", "A"), max_position=4096)

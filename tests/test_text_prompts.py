@@ -143,6 +143,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "no text"),
         ('{"messages": [{"role": "user", "content": "a", "weight": 1e999}]}', "1e999 is too large"),
         ('{"prompt": ' * 100_000, "nested too deeply"),
+        ('{"prompt": "A", "id": ' + "[" * 500 + "]" * 500 + "}", "nested too deeply"),
         ({"custom_id": "a", "url": ["/v1/completions"], "body": {}}, "url must be one of"),
         ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": ["a"]}}, "prompt, if no text, must be a list"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,3 +55,12 @@ def test_any_pieces(pieces: list[str], stops: list[str]) -> None:
 def test_examples(stops: tuple[str, ...], pieces: list[str], shown: list[str]) -> None:
     filter_ = StopStrings(stops)
     assert [filter_.push(piece) for piece in pieces] == shown
+
+
+def test_a_long_one_needs_no_more_memory_than_it_has() -> None:
+    tracemalloc.start()
+    filter_ = StopStrings(["a" * 100_000 + "b"])
+    assert [filter_.push(piece) for piece in ("c", "a" * 50, "a", "b")] == ["c", "", "", "a" * 51 + "b"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +90,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         self.warnings: list[str] = []
+        self._lock = threading.Lock()
         say: Progress = progress or (lambda text: None)
         if isinstance(model, ModelConfig):
             config, weight_map = model, None
@@ -123,13 +127,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continues texts as they are, without the chat template.
+        """Continues texts as they are, without the chat template. Calls of several threads wait for each other.
 
         Args:
-            prompts: one or many.
+            prompts: one or many; all are read before the first is answered.
             sampling_params: for all prompts, or one for each; None: `get_default_sampling_params()`.
 
         Returns:
@@ -138,22 +142,24 @@ class LLM:
         Raises:
             UserError: a prompt is empty or too long, or no text can be read from it; nothing is generated then.
         """
-        many: Any = prompts
-        if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            many = [prompts]
-        return self._answer([self._encode(prompt) for prompt in many], sampling_params)
+        many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        if many and isinstance(many[0], Integral):
+            many = [many]
+        return self._answer(many, self._encode, sampling_params)
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversation | Iterable[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, through the model's chat template; otherwise as `generate`."""
-        if self.chat_template is None:
+        template = self.chat_template
+        if template is None:
             raise UserError("the model has no chat template", fix="Use generate.")
-        many: Any = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
-        encoded = [(None, encode_chat(self.tokenizer, self.chat_template, conversation)) for conversation in many]
-        return self._answer(encoded, sampling_params)
+        many: list[Any] = list(messages)
+        if many and isinstance(many[0], Mapping):
+            many = [many]
+        return self._answer(many, lambda one: (None, encode_chat(self.tokenizer, template, one)), sampling_params)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends; else greedy. `max_tokens` is 256."""
@@ -169,25 +175,34 @@ class LLM:
 
     def _answer(
         self,
-        encoded: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[Any],
+        encode: Callable[[Any], tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         params = sampling_params if sampling_params is not None else self.get_default_sampling_params()
-        each = [params] * len(encoded) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(encoded):
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
             raise UserError(
-                f"{len(encoded)} prompts, but {len(each)} sampling_params", fix="Give one, or one for each."
+                f"{len(prompts)} prompts, but {len(each)} sampling_params", fix="Give one, or one for each."
             )
-        requests = Requests(self.engine, self.tokenizer, self.config.eos_token_ids)
-        try:
-            for (text, token_ids), own in zip(encoded, each, strict=True):
-                requests.add(check_ids(token_ids, self.config.vocab_size), own, prompt=text)
-            return requests.finish_all()
-        except BaseException as error:
-            if isinstance(error, LogitsError):
-                error.where = f"prompt {requests.request_of(error.seq_id) + 1} of {len(encoded)}"
-            requests.abort()
-            raise
+        places = [f"prompt {number} of {len(prompts)}" for number in range(1, len(prompts) + 1)]
+        encoded = []
+        for prompt, place in zip(prompts, places, strict=True):
+            with _told_where(place):
+                text, token_ids = encode(prompt)
+                encoded.append((text, check_ids(token_ids, self.config.vocab_size)))
+        with self._lock:
+            requests = Requests(self.engine, self.tokenizer, self.config.eos_token_ids)
+            try:
+                for (text, token_ids), own, place in zip(encoded, each, places, strict=True):
+                    with _told_where(place):
+                        requests.add(token_ids, own, prompt=text)
+                return requests.finish_all()
+            except BaseException as error:
+                if isinstance(error, LogitsError):
+                    error.where = places[requests.request_of(error.seq_id)]
+                requests.abort()
+                raise
 
     def _choose_device(self, device: str, config: ModelConfig, dtype: str, say: Progress) -> None:
         if device not in ("auto", "cpu", "cuda"):
@@ -278,6 +293,16 @@ class LLM:
             free, total = torch.cuda.mem_get_info(self.device)
             return cuda_kv_bytes(free, total, memory_fraction, self.plan.total_bytes)
         return cpu_kv_bytes(available_memory(), memory_fraction)
+
+
+@contextmanager
+def _told_where(where: str) -> Iterator[None]:
+    """Names the place in a UserError that says none."""
+    try:
+        yield
+    except UserError as error:
+        error.where = error.where or where
+        raise
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -142,9 +142,12 @@ def parse_counts(text: str | None, option: str, least: int = 0) -> tuple[int, ..
     return tuple(map(int, words))
 
 
-def parse_words(text: str | None) -> tuple[str, ...]:
+def parse_words(text: str | None, option: str) -> tuple[str, ...]:
     """ "a,b" as words; nothing for None."""
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    if text is not None and not words:
+        raise UserError("names nothing", where=option, fix="Leave it out, or give a word.", exit_code=ExitCode.USAGE)
+    return words
 
 
 # Options of the engine.

@@ -110,7 +110,7 @@ class Job:
         began = time.perf_counter()
         prompts, exhausted = iter(source), False
         while True:
-            while not exhausted and len(self._prompts) < self._window and self._records.num_early < self._most_early:
+            while not exhausted and self._has_room():
                 with interrupts.allowed():
                     prompt = next(prompts, None)
                 if prompt is None:
@@ -128,6 +128,11 @@ class Job:
                     prompt = self._prompts.pop(event.request_id)
                     self._records.add(prompt, success_record(prompt, event, self._model))
             self._report(time.perf_counter() - began)
+
+    def _has_room(self) -> bool:
+        """Whether to read a prompt: always when none is being answered: resumed records may wait for it."""
+        few_early = self._records.num_early < self._most_early
+        return not self._prompts or (few_early and len(self._prompts) < self._window)
 
     def _step(self, interrupts: Interrupts) -> list[TextPiece | RequestOutput]:
         try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tinyvllm_cli.errors import UserError
 
@@ -25,6 +25,9 @@ MAX_LOGPROBS = 20
 """Most alternatives that a sequence can be told beside each of its tokens."""
 MAX_SAMPLES = 256
 """Most answers to one prompt."""
+MAX_TEMPERATURE = 1e30
+MAX_REPETITION_PENALTY = 1e6
+"""Beyond these, and the penalty below 1 / 1e6, fp32 makes infinities of logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,12 @@ class SamplingParams:
     Attributes:
         n: answers to each prompt, 1 to 256; answer k draws with `seed + k`. Needs a temperature above 0 unless 1.
         max_tokens: at most so many new tokens, at least 1; max_model_len may end the sequence earlier.
-        temperature: 0 takes the most probable token (greedy); above, logits are divided by it.
+        temperature: 0 takes the most probable token (greedy); above, to 1e30, logits are divided by it.
         top_k: only the k most probable tokens; 0 keeps all.
         top_p: only the smallest set of tokens that reaches this probability, 0 < top_p <= 1.
         min_p: only tokens with at least this share of the largest probability, 0 <= min_p <= 1.
         repetition_penalty: above 1 makes tokens of the prompt and of the answer less probable (their logits are divided
-            by it where positive, else multiplied); 1 is off, greater than 0.
+            by it where positive, else multiplied); 1 is off, 1e-6 to 1e6.
         presence_penalty: subtracted from the logits of tokens that the answer has, -2 to 2.
         frequency_penalty: the same for each time that the answer has the token, -2 to 2.
         seed: with a token's position it decides the token's random draw, whatever runs beside it; 0 to 2^63 - 1.
@@ -71,18 +74,25 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("n", "max_tokens", "top_k", "seed", *(() if self.logprobs is None else ("logprobs",))):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _require(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"from 1 to {MAX_SAMPLES}")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or a positive number")
+        _require(
+            0 <= self.temperature <= MAX_TEMPERATURE,
+            "temperature",
+            self.temperature,
+            f"0 (greedy) or a positive number to {MAX_TEMPERATURE:g}",
+        )
         _require(self.n == 1 or self.temperature > 0, "n", self.n, "1 at temperature 0, where all answers are equal")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         _require(
-            0 < self.repetition_penalty < math.inf,
+            1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             "repetition_penalty",
             self.repetition_penalty,
-            "above 0 (1 is off)",
+            f"above 0 (1 is off), from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2 (0 is off)")
@@ -110,6 +120,14 @@ class SamplingParams:
 
 def _is_text(text: str) -> bool:
     return bool(text) and not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _integer(name: str, value: Any) -> int:
+    """A plain int, also of numpy's; 1.5 would be cut somewhere."""
+    try:
+        return index(value)
+    except TypeError:
+        raise UserError(f"{name} is {value!r}", fix=f"{name} must be an integer.") from None
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

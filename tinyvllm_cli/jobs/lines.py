@@ -32,6 +32,8 @@ _UNSUPPORTED = {"logit_bias", "tools", "tool_choice", "functions", "function_cal
 _IGNORED = {"model", "user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"}
 """Keys of OpenAI's requests that change nothing here."""
 _CONTENT = ("prompt", "messages", "prompt_token_ids")
+MAX_DEPTH = 100
+"""Lists and objects within each other; what json can read at its limit it may not be able to write again."""
 _URLS: dict[str, Api] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
 
@@ -93,10 +95,12 @@ def parse_line(text: str, index: int, line: int, batch: bool) -> Prompt:
     """A line of JSONL, with `batch` in OpenAI's batch format; ValueError with the reason when it is no JSON object."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+            raise RecursionError
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
-        raise ValueError("not JSON: nested too deeply") from error
+        raise ValueError(f"nested too deeply: more than {MAX_DEPTH} levels") from error
     if not isinstance(value, dict):
         expected = '{"custom_id": "...", "body": {...}}' if batch else '{"prompt": "..."} or {"messages": [...]}'
         raise ValueError(f"not a JSON object; expected {expected}")
@@ -222,6 +226,11 @@ def _messages(messages: Any) -> list[dict[str, Any]] | None:
 
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(levels == 0 or _is_deeper(item, levels - 1) for item in items)
 
 
 def _refuse_constant(name: str) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -100,13 +101,19 @@ class OutputFile:
         return done
 
     def write(self, record: Record) -> None:
-        """Adds a record; it is the system's when this returns. UserError when the disk is full or the like."""
+        """Adds a record; it is the system's when this returns. UserError when the disk is full or the like.
+
+        Of a record that fails nothing stays in a regular file: others may follow, once there is room again.
+        """
         assert self._file is not None
-        line = memoryview((dump_json(record) + "\n").encode())
+        line = (dump_json(record) + "\n").encode()
+        written = 0
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            while written < len(line):
+                written += self._file.write(line[written:])
         except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
             raise self._failed(error) from error
 
     def close(self) -> None:
@@ -183,9 +190,8 @@ class OutputFile:
         return UserError(f"cannot be resumed: {what}", where=str(self.path), fix="--overwrite begins again.")
 
     def _failed(self, error: OSError) -> UserError:
-        return UserError(
-            f"cannot be written: {error.strerror}", where=str(self.path), fix="Make room or choose another place."
-        )
+        name = error.filename2 or error.filename or self.path
+        return UserError(f"cannot be written: {error.strerror}", where=str(name), fix="Make room or name another file.")
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -19,8 +19,7 @@ class StopStrings:
         self.found: str | None = None
         self._stops = tuple(stops)
         self._firsts = frozenset(stop[0] for stop in self._stops)
-        self._beginnings = frozenset(stop[:length] for stop in self._stops for length in range(1, len(stop)))
-        self._longest = max(map(len, self._beginnings), default=0)
+        self._longest = max(map(len, self._stops), default=1) - 1  # of what may have to be held back
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -46,6 +45,8 @@ class StopStrings:
         return held
 
     def _beginning_at_the_end_of(self, text: str) -> int:
-        """The length of the longest beginning of a stop string that `text` ends with."""
-        lengths = range(min(self._longest, len(text)), 0, -1)
-        return next((length for length in lengths if text[-length:] in self._beginnings), 0)
+        """The length of the longest beginning of a stop string that `text`, which holds no whole one, ends with."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length] in self._firsts and any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
