@@ -116,6 +116,21 @@ def test_a_closed_pipe_ends_it_quietly(endless: Path, tmp_path: Path) -> None:
     assert err == f"model: {endless}\n"
 
 
+@pytest.mark.parametrize("to_file", [True, False])
+def test_standard_input_is_not_the_output(hello: Path, tmp_path: Path, to_file: bool) -> None:
+    """Else the file would be lost, or the answers be read as prompts without end."""
+    path = tmp_path / "p.txt"
+    path.write_text("A\n" * 3000)
+    arguments = command("--model", hello, "-", "-n", 1, *(["-o", path, "--overwrite"] if to_file else []))
+    with path.open("rb") as source, path.open("ab") as target:
+        done = subprocess.run(
+            arguments, stdin=source, stdout=target, stderr=subprocess.PIPE, text=True, timeout=60, env=environment()
+        )
+    assert done.returncode in (1, 2)
+    assert ("is the input itself" if to_file else "standard input: is the output, too") in done.stderr
+    assert path.read_text() == "A\n" * 3000
+
+
 def in_terminal(*arguments: object, columns: int = 80, **variables: str) -> tuple[int, str]:
     """Runs with stdin, stdout and stderr on a terminal of `columns`; exit code and what the terminal got."""
     leader, follower = pty.openpty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -173,7 +174,7 @@ def _prepare(options: GenerateOptions, sink: GenerateSink, result: GenerateResul
     """Everything that can be found wrong without the model's weights, and without torch."""
     folder, note = resolve_model(options.model)
     sink.note(note)
-    source_name = options.prompts_file or ""
+    source_name = _input_name(options) or ""
     output = None
     if options.output is not None:
         output = OutputFile(options.output, resume=options.resume, overwrite=options.overwrite, source=source_name)
@@ -272,8 +273,9 @@ def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
     if name is not None:
         if name == "-" and sys.stdin is not None and sys.stdin.isatty():
             sink.note("reading prompts from the keyboard, one a line; Ctrl-D at the beginning of a line ends them")
-        if name != "-" and options.output is None and _is_stdout(name):
-            raise UserError("is the output, too", where=name, fix="Redirect to another file.")
+        if options.output is None and _is_stdout(name):
+            shown = "standard input" if name == "-" else name
+            raise UserError("is the output, too", where=shown, fix="Redirect to another file.")
         return from_file(name, options.prompts_format, whole=options.whole_file)
     if not options.prompts:
         raise _usage(
@@ -289,7 +291,8 @@ def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
 def _is_stdout(name: str) -> bool:
     """Whether a file is what standard output is redirected to: it would be read as it grows."""
     try:
-        return Path(name).is_file() and os.path.samestat(os.stat(name), os.fstat(sys.stdout.fileno()))
+        read = os.fstat(sys.stdin.fileno()) if name == "-" else os.stat(name)
+        return stat.S_ISREG(read.st_mode) and os.path.samestat(read, os.fstat(sys.stdout.fileno()))
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -50,7 +52,7 @@ class OutputFile:
         path: where; missing, unless `resume` or `overwrite` allow otherwise.
         resume: go on with the job that the file is of, if there is one.
         overwrite: begin again.
-        source: the input's name, "-" or "" for none; it must be another file.
+        source: the input's name, "-" for standard input, "" for none; it must be another file.
     """
 
     def __init__(self, path: Path, *, resume: bool, overwrite: bool, source: str = "") -> None:
@@ -59,7 +61,7 @@ class OutputFile:
         self._resume = resume
         self._file: BinaryIO | None = None
         where = f"--output {path}"
-        if source not in ("", "-") and any(p.exists() and p.samefile(source) for p in (path, self.job_path)):
+        if source and any(p.exists() and _is_read(p, source) for p in (path, self.job_path)):
             raise UserError("is the input itself", where=where, fix="Name another file.", exit_code=ExitCode.USAGE)
         if path.is_dir() or not path.parent.is_dir():
             what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -192,6 +194,14 @@ class OutputFile:
     def _failed(self, error: OSError) -> UserError:
         name = error.filename2 or error.filename or self.path
         return UserError(f"cannot be written: {error.strerror}", where=str(name), fix="Make room or name another file.")
+
+
+def _is_read(path: Path, source: str) -> bool:
+    """Whether `path` is the input `source`, "-" being standard input."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(sys.stdin.fileno()) if source == "-" else os.stat(source))
+    except (ValueError, AttributeError, UnsupportedOperation):  # standard input is closed, or no file
+        return False
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[str]:
