@@ -82,7 +82,7 @@ class SamplingParams:
             0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
             self.temperature,
-            f"0 (greedy) or a positive number to {MAX_TEMPERATURE:g}",
+            f"0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}",
         )
         _require(self.n == 1 or self.temperature > 0, "n", self.n, "1 at temperature 0, where all answers are equal")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (all tokens) or more")
