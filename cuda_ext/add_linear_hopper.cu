@@ -113,21 +113,15 @@ __global__ __launch_bounds__(kThreads, 1) void add_linear_hopper_kernel(
   if constexpr (kHopperCode) run_add<T, kRows>(target, x_map, weight_map, work);
 }
 
-bool can_add(const Target& target, int out_features) {
-  const bool with_norm = target.scaled != nullptr;
-  return out_features % 8 == 0 && is_aligned16(target.residual) && is_aligned16(target.scaled) &&
-         is_aligned16(target.norm) && (target.sums != nullptr) == with_norm && (target.norm != nullptr) == with_norm;
-}
-
 }  // namespace
 
 cudaError_t add_linear_hopper(void* residual, void* scaled, int64_t* sums, int64_t* other_sums, const void* x,
                               const void* weight, const void* norm, int num_rows, int out_features, int in_features,
                               Dtype dtype, cudaStream_t stream) {
+  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) &&
+                         can_add(residual, scaled, sums, norm, out_features);
+  if (!supported) return cudaErrorInvalidValue;
   const Target target{residual, scaled, sums, other_sums, norm};
-  if (!is_supported(x, weight, num_rows, out_features, in_features) || !can_add(target, out_features)) {
-    return cudaErrorInvalidValue;
-  }
   return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     Work work = plan_work(num_rows, out_features, in_features, false);

@@ -202,10 +202,8 @@ cudaError_t add_linear_wide(void* residual, void* scaled, int64_t* sums, int64_t
                             const void* weight, const void* norm, int num_rows, int out_features, int in_features,
                             Dtype dtype, cudaStream_t stream) {
   using namespace wide;
-  const bool normed = scaled != nullptr;
-  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
-                         is_aligned16(residual) && is_aligned16(scaled) && is_aligned16(norm) &&
-                         (sums != nullptr) == normed && (norm != nullptr) == normed;
+  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) &&
+                         can_add(residual, scaled, sums, norm, out_features);
   if (!supported) return cudaErrorInvalidValue;
   return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;

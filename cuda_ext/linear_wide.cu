@@ -144,9 +144,7 @@ template cudaError_t add_linear_whole(const Residual<__half>&, const void*, cons
 cudaError_t linear_wide(void* out, const void* x, const void* weight, const int64_t* sums, int num_rows,
                         int out_features, int in_features, float eps, Dtype dtype, cudaStream_t stream) {
   using namespace wide;
-  const bool supported = is_supported(x, weight, num_rows, out_features, in_features) && out_features % 8 == 0 &&
-                         is_aligned16(out);
-  if (!supported) return cudaErrorInvalidValue;
+  if (!is_supported(x, weight, num_rows, out_features, in_features, out)) return cudaErrorInvalidValue;
   return dispatch_hopper(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Plain<T> to{static_cast<T*>(out), RowScale(sums, in_features, eps)};

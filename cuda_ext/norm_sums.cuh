@@ -28,4 +28,13 @@ __device__ __forceinline__ void add_squares(int64_t* sum, float squares) {
             static_cast<unsigned long long>(__float2ll_rn(squares * kSumsOfOne)));
 }
 
+// ---- Host ----
+
+// What a product that adds to a residual asks of it, and of the norm behind.
+inline bool can_add(const void* residual, const void* scaled, const int64_t* sums, const void* norm, int out_features) {
+  const bool with_norm = scaled != nullptr;
+  return out_features % 8 == 0 && is_aligned16(residual) && is_aligned16(scaled) && is_aligned16(norm) &&
+         (sums != nullptr) == with_norm && (norm != nullptr) == with_norm;
+}
+
 }  // namespace tinyvllm
