@@ -22,7 +22,7 @@ from tinyvllm_cli.errors import ExitCode, UserError
 from tinyvllm_cli.generation import MAX_TOKENS, recommended_sampling, unsupported_sampling
 from tinyvllm_cli.jobs.lines import Prompt
 from tinyvllm_cli.jobs.output import Done, OutputFile
-from tinyvllm_cli.jobs.prompts import Format, PromptSource, from_arguments, from_file
+from tinyvllm_cli.jobs.prompts import Format, PromptSource, from_arguments, from_file, source_stat
 from tinyvllm_cli.jobs.results import Model, Record
 
 Order = Literal["input", "finished"]
@@ -290,9 +290,9 @@ def _open(options: GenerateOptions, sink: GenerateSink) -> PromptSource:
 
 def _is_stdout(name: str) -> bool:
     """Whether a file is what standard output is redirected to: it would be read as it grows."""
+    read = source_stat(name)
     try:
-        read = os.fstat(sys.stdin.fileno()) if name == "-" else os.stat(name)
-        return stat.S_ISREG(read.st_mode) and os.path.samestat(read, os.fstat(sys.stdout.fileno()))
+        return read is not None and stat.S_ISREG(read.st_mode) and os.path.samestat(read, os.fstat(sys.stdout.fileno()))
     except (OSError, ValueError, AttributeError):
         return False
 

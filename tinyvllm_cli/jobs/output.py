@@ -9,15 +9,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tinyvllm_cli.errors import ExitCode, UserError
 from tinyvllm_cli.jobs.json_line import dump_json
+from tinyvllm_cli.jobs.prompts import source_stat
 from tinyvllm_cli.jobs.results import Record, index_of, is_error
 
 Job = Mapping[str, Any]
@@ -61,7 +60,8 @@ class OutputFile:
         self._resume = resume
         self._file: BinaryIO | None = None
         where = f"--output {path}"
-        if source and any(p.exists() and _is_read(p, source) for p in (path, self.job_path)):
+        read = source_stat(source) if source else None
+        if read and any(p.exists() and os.path.samestat(p.stat(), read) for p in (path, self.job_path)):
             raise UserError("is the input itself", where=where, fix="Name another file.", exit_code=ExitCode.USAGE)
         if path.is_dir() or not path.parent.is_dir():
             what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -194,14 +194,6 @@ class OutputFile:
     def _failed(self, error: OSError) -> UserError:
         name = error.filename2 or error.filename or self.path
         return UserError(f"cannot be written: {error.strerror}", where=str(name), fix="Make room or name another file.")
-
-
-def _is_read(path: Path, source: str) -> bool:
-    """Whether `path` is the input `source`, "-" being standard input."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(sys.stdin.fileno()) if source == "-" else os.stat(source))
-    except (ValueError, AttributeError, UnsupportedOperation):  # standard input is closed, or no file
-        return False
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[str]:

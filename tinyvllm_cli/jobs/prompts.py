@@ -74,6 +74,14 @@ def from_arguments(texts: Sequence[str]) -> PromptSource:
     return PromptSource("arguments", prompts, len(texts), digest)
 
 
+def source_stat(name: str) -> os.stat_result | None:
+    """What an input of that name is, "-" being standard input; None where there is nothing to be read."""
+    try:
+        return os.fstat(sys.stdin.fileno()) if name == "-" else os.stat(name)
+    except (OSError, ValueError, AttributeError):  # standard input may be closed, or no file
+        return None
+
+
 def from_file(name: str, form: Format = "auto", *, whole: bool = False) -> PromptSource:
     """Prompts of a file, or of standard input for "-".
 
