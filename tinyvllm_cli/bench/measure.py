@@ -26,7 +26,6 @@ WARMUP_STEPS = 8
 BAD_SAMPLES = 10
 """So many differences of two times may be lost in noise before a case is given up."""
 PERCENTILES = (50, 90, 99)
-_ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class Meter:
             for _ in range(1 if case.workload and not case.workload.interference else 2):
                 self._sample(case if case.workload else short)  # a step of any size is captured when it comes again
         elif case.test == "decode":  # a difference of two runs: what the first one pays must not count
-            self._first_tokens(case.batch, case.depth + case.prompt_tokens)
+            self._run_alike(case.batch, case.depth + case.prompt_tokens, 1)
         before = replace(self.llm.engine.statistics)
         intervals: list[float] = []
         latencies: list[Run] = []
@@ -128,7 +127,7 @@ class Meter:
             first, run = self._two_runs((length, 1), (length, case.generated_tokens + 1), case.batch)
             return run.seconds - first.seconds, case.generated_tokens, run
         if not case.depth:
-            run = self._first_tokens(case.batch, length)
+            run = self._run_alike(case.batch, length, 1)
             return run.seconds, run.steps, run
         before, run = self._two_runs((case.depth, 1), (length, 1), case.batch)
         return run.seconds - before.seconds, max(run.steps - before.steps, 1), run
@@ -141,8 +140,7 @@ class Meter:
         """
         runs = {}
         for length, wanted in (b, a) if self._swapped else (a, b):
-            params = replace(_ONE, max_tokens=wanted)
-            runs[length, wanted] = self.run(self._prompts(batch, length), [params] * batch)
+            runs[length, wanted] = self._run_alike(batch, length, wanted)
         self._swapped = not self._swapped
         return runs[a], runs[b]
 
@@ -205,8 +203,9 @@ class Meter:
                 due[-1] = now
         return sequences
 
-    def _first_tokens(self, batch: int, length: int) -> Run:
-        return self.run(self._prompts(batch, length), [_ONE] * batch)
+    def _run_alike(self, batch: int, length: int, wanted: int) -> Run:
+        """`batch` prompts of `length` tokens, and so many wanted of each."""
+        return self.run(self._prompts(batch, length), [SamplingParams(max_tokens=wanted, ignore_eos=True)] * batch)
 
     def _prompts(self, batch: int, length: int) -> list[list[int]]:
         return [random_ids(self._rng, length, self.llm.config.vocab_size) for _ in range(batch)]
