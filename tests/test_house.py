@@ -16,6 +16,7 @@ import torch
 from models import write_rand
 
 from tinyvllm_cli import gemm, ops, reference, reference_products
+from tinyvllm_cli.memory import plan
 from tinyvllm_cli.model import decode_share
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,6 +199,10 @@ def test_a_number_of_both_languages_is_the_same(source: str, constant: str, numb
     (value,) = re.findall(rf"constexpr \w+ {constant} = ([\d.< ]+)f?;", (ROOT / "cuda_ext" / source).read_text())
     factor, _, shift = value.partition("<<")
     assert float(factor) * 2 ** int(shift or 0) == number
+
+
+def test_there_is_room_for_all_rows_whose_norms_can_wait() -> None:
+    assert plan.NORM_ROWS == gemm.FEW_MAX_ROWS >= gemm.HOPPER_MAX_ROWS
 
 
 def test_the_bindings_register_no_more_than_the_table() -> None:

@@ -14,9 +14,9 @@ from tinyvllm_cli.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_NEEDLESS = re.compile(
-    r"lm_head\.weight|model\.embed_tokens\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-)
+ROPE_TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+"""A pattern of the names of tensors that RoPE's settings determine."""
+_NEEDLESS = re.compile(rf"lm_head\.weight|model\.embed_tokens\.weight|{ROPE_TABLES}")
 """Tensors that a model may do without: either of a tied pair, tables of RoPE. Indices of converted models name such."""
 _FETCH = "Fetch the missing files of the model again, or give another path."
 

@@ -12,14 +12,14 @@ from typing import NamedTuple
 from tinyvllm_cli.checkpoint.config import ARCHITECTURE, ModelConfig
 from tinyvllm_cli.checkpoint.faults import Fault, quote, raise_any
 from tinyvllm_cli.checkpoint.header import TensorInfo
-from tinyvllm_cli.checkpoint.index import Checkpoint
+from tinyvllm_cli.checkpoint.index import ROPE_TABLES, Checkpoint
 
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ALIGNMENT = 256
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes that weights may be stored in."""
 
-_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|v_head\.summary\.(weight|bias)")
+_HARMLESS = re.compile(rf"{ROPE_TABLES}|v_head\.summary\.(weight|bias)")
 """Left-over tensors without which the text is the same: tables that RoPE's settings determine, TRL's value head."""
 _KINDS = (
     (

@@ -92,9 +92,9 @@ class Llama:
             self.ops.decode_parts(b["attention_parts"], batch.decode_rows, batch.decode_lens, *sizes)
         self.ops.embedding(hidden, w.embed, batch.token_ids)
         done("embedding", -1)
-        self.ops.rms_norm(normed, hidden, w.layers[0].attn_norm, c.rms_norm_eps)
-        done("attn_norm", 0)
         first = w.layers[0]
+        self.ops.rms_norm(normed, hidden, first.attn_norm, c.rms_norm_eps)
+        done("attn_norm", 0)
         wait = hook is None and gemm.norms_can_wait(normed, first.qkv, first.o, first.gate_up, first.down)
         sums, scale = b["row_words"][1:].unbind() if wait else None, None
         for i, layer in enumerate(w.layers):
